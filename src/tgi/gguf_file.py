@@ -1,0 +1,155 @@
+"""Read a GGUF file: header, metadata, tensor table. Knows no tensor library and no tokenizer.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Arrays of the metadata are parsed when first asked
+for, so that a vocabulary of 50,000 strings costs nothing to those who only want the number of layers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tgi.errors import TgiError
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+MAX_RANK = 4
+
+
+class BadGguf(TgiError):
+    """The file is not a readable GGUF file."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One row of the tensor table. `shape` is in row-major order (outermost first), unlike the file's."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int  # bytes from the start of the file
+
+
+class GgufFile(Mapping[str, Any]):
+    """Metadata as a read-only mapping; `tensors` by name; `bytes_of()` a view into the mapped file."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise BadGguf(f"cannot read {self.path}: {error}") from error
+        try:
+            self._parse()
+        except (struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
+            raise BadGguf(f"{self.path} is not a valid GGUF file (truncated or corrupt: {error})") from error
+
+    def _parse(self) -> None:
+        if self._map[:4] != MAGIC:
+            raise BadGguf(f"{self.path} is not a GGUF file (its first bytes are not 'GGUF')")
+        version, num_tensors, num_keys = struct.unpack_from("<IQQ", self._map, 4)
+        if version not in (2, 3):
+            raise BadGguf(f"{self.path}: GGUF version {version} is not supported (2 and 3 are)")
+        position = 24
+        self._values: dict[str, Any] = {}
+        self._lazy: dict[str, int] = {}  # key -> position of its array
+        for _ in range(num_keys):
+            key, position = self._string(position)
+            (kind,) = struct.unpack_from("<I", self._map, position)
+            position += 4
+            if kind == ARRAY:
+                self._lazy[key] = position
+                position = self._skip_array(position)
+            else:
+                self._values[key], position = self._scalar(kind, position)
+        table: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(num_tensors):
+            name, position = self._string(position)
+            (rank,) = struct.unpack_from("<I", self._map, position)
+            if rank > MAX_RANK:
+                raise BadGguf(f"{self.path}: tensor {name!r} has {rank} dimensions (at most {MAX_RANK})")
+            shape = struct.unpack_from(f"<{rank}Q", self._map, position + 4)
+            position += 4 + 8 * rank
+            ggml_type, offset = struct.unpack_from("<IQ", self._map, position)
+            position += 12
+            table.append((name, tuple(reversed(shape)), ggml_type, offset))
+        alignment = int(self._values.get("general.alignment", 32))
+        base = position + (-position) % alignment
+        self.tensors = {
+            name: GgufTensor(name, shape, ggml_type, base + offset) for name, shape, ggml_type, offset in table
+        }
+
+    def bytes_of(self, tensor: GgufTensor, num_bytes: int) -> memoryview:
+        """The tensor's first `num_bytes` bytes, without a copy. Raises BadGguf when the file ends before."""
+        end = tensor.offset + num_bytes
+        if end > len(self._map):
+            missing = end - len(self._map)
+            raise BadGguf(
+                f"{self.path} is truncated: tensor {tensor.name!r} needs {missing} bytes more; fetch it again"
+            )
+        return memoryview(self._map)[tensor.offset : end]
+
+    def drop_pages(self) -> None:
+        """What was read so far is not needed soon: its pages no longer count as this process's memory."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._lazy:
+            self._values[key] = self._array(self._lazy.pop(key))
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._values, *self._lazy))
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._lazy)
+
+    def _string(self, position: int) -> tuple[str, int]:
+        raw, position = self._bytes(position)
+        return raw.decode("utf-8"), position
+
+    def _bytes(self, position: int) -> tuple[bytes, int]:
+        (length,) = struct.unpack_from("<Q", self._map, position)
+        end = position + 8 + length
+        if end > len(self._map):
+            raise IndexError("a string ends behind the end of the file")
+        return self._map[position + 8 : end], end
+
+    def _scalar(self, kind: int, position: int) -> tuple[Any, int]:
+        if kind == STRING:
+            return self._string(position)
+        code = "<" + SCALARS[kind]
+        (value,) = struct.unpack_from(code, self._map, position)
+        return value, position + struct.calcsize(code)
+
+    def _array(self, position: int) -> list[Any]:
+        kind, length = struct.unpack_from("<IQ", self._map, position)
+        position += 12
+        if kind == STRING:
+            values: list[Any] = []
+            for _ in range(length):
+                raw, position = self._bytes(position)
+                # Vocabularies hold byte-level pieces; a broken one must not stop those who read other keys.
+                values.append(raw.decode("utf-8", errors="replace"))
+            return values
+        return list(struct.unpack_from(f"<{length}{SCALARS[kind]}", self._map, position))
+
+    def _skip_array(self, position: int) -> int:
+        kind, length = struct.unpack_from("<IQ", self._map, position)
+        position += 12
+        if kind != STRING:
+            end = position + length * struct.calcsize("<" + SCALARS[kind])
+            if end > len(self._map):
+                raise IndexError("an array ends behind the end of the file")
+            return end
+        for _ in range(length):
+            (size,) = struct.unpack_from("<Q", self._map, position)
+            position += 8 + size
+        return position

@@ -1,0 +1,152 @@
+"""Every metric of the router in one table, with TGI's names, and the verbs that feed them. Knows no HTTP.
+
+All series exist from the start with value 0. Values live in prometheus-client; `exposition.py` writes them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Buckets(StrEnum):
+    """Upper bounds of a histogram."""
+
+    DURATION = "duration"  # 0.0001 × 1.5^k s, k = 1…35
+    INPUT = "input"  # hundredths of max_input_tokens
+    TOTAL = "total"  # hundredths of max_total_tokens
+    BATCH = "batch"  # 1…1024
+    SKIPPED = "skipped"  # 0…16
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    name: str
+    kind: Kind
+    unit: str  # of the value; for readers, never part of the name
+    help: str
+    buckets: Buckets | None = None
+    label: str | None = None
+    values: tuple[str, ...] = ()  # the label's values that exist from the start
+
+
+_METHOD = ("prefill", "decode")
+_FAILURES = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
+_REASONS = ("chunking", "backpressure", "wait_exceeded")
+
+
+def _counter(name: str, unit: str, help: str, label: str | None = None, values: tuple[str, ...] = ()) -> Definition:
+    return Definition(name, Kind.COUNTER, unit, help, None, label, values)
+
+
+def _gauge(name: str, unit: str, help: str) -> Definition:
+    return Definition(name, Kind.GAUGE, unit, help)
+
+
+def _histogram(
+    name: str, unit: str, buckets: Buckets, help: str, label: str | None = None, values: tuple[str, ...] = ()
+) -> Definition:
+    return Definition(name, Kind.HISTOGRAM, unit, help, buckets, label, values)
+
+
+CATALOGUE: tuple[Definition, ...] = (
+    _counter("tgi_request_count", "requests", "Requests received, each counted once"),
+    _counter("tgi_request_success", "requests", "Requests answered completely"),
+    _counter("tgi_request_failure", "requests", "Requests that failed, by cause", "err", _FAILURES),
+    _counter("tgi_batch_inference_count", "steps", "Steps asked of the shard", "method", _METHOD),
+    _counter("tgi_batch_inference_success", "steps", "Steps that the shard finished", "method", _METHOD),
+    _counter("tgi_batch_inference_failure", "steps", "Steps that the shard failed", "method", _METHOD),
+    _counter("tgi_batch_concat", "requests", "Requests that joined a running batch, by reason", "reason", _REASONS),
+    _gauge("tgi_queue_size", "requests", "Requests waiting to be admitted"),
+    _gauge("tgi_batch_current_size", "requests", "Requests running"),
+    _gauge("tgi_batch_current_max_tokens", "tokens", "KV tokens that the running requests hold"),
+    _gauge("tgi_batch_max_total_tokens", "tokens", "KV tokens of the whole pool"),
+    _gauge("tgi_batch_total_tokens", "tokens", "KV tokens in use, cached prefixes among them"),
+    _histogram("tgi_request_duration", "s", Buckets.DURATION, "From the request's body to its last token"),
+    _histogram("tgi_request_validation_duration", "s", Buckets.DURATION, "Checking and tokenising"),
+    _histogram("tgi_request_queue_duration", "s", Buckets.DURATION, "Waiting to be admitted"),
+    _histogram("tgi_request_inference_duration", "s", Buckets.DURATION, "From admission to the last token"),
+    _histogram("tgi_request_mean_time_per_token_duration", "s", Buckets.DURATION, "Inference time by generated tokens"),
+    _histogram("tgi_request_input_length", "tokens", Buckets.INPUT, "Prompt tokens, after truncation"),
+    _histogram("tgi_request_max_new_tokens", "tokens", Buckets.TOTAL, "Longest answer that a request allows"),
+    _histogram("tgi_request_generated_tokens", "tokens", Buckets.TOTAL, "Tokens of the answer"),
+    _histogram("tgi_batch_next_size", "requests", Buckets.BATCH, "Requests admitted at once"),
+    _histogram("tgi_request_skipped_tokens", "tokens", Buckets.SKIPPED, "Speculated tokens accepted in a step"),
+    _histogram("tgi_batch_inference_duration", "s", Buckets.DURATION, "A whole step", "method", _METHOD),
+    _histogram("tgi_batch_forward_duration", "s", Buckets.DURATION, "Forward part of a step", "method", _METHOD),
+    _histogram("tgi_batch_decode_duration", "s", Buckets.DURATION, "Turning results into tokens", "method", _METHOD),
+    _histogram("tgi_batch_filter_duration", "s", Buckets.DURATION, "Handing tokens to requests", "method", _METHOD),
+    _histogram("tgi_batch_concat_duration", "s", Buckets.DURATION, "Taking requests in", "method", ("decode",)),
+)
+
+
+class Metrics:
+    """The catalogue, alive. Feeding costs about a microsecond: once per request or step, never per token."""
+
+    def __init__(self, max_input_tokens: int = 1024, max_total_tokens: int = 2048) -> None:
+        """The limits shape the length buckets."""
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._metrics: dict[str, MetricWrapperBase] = {}
+        for definition in CATALOGUE:
+            metric = _build(definition, self.registry, max_input_tokens, max_total_tokens)
+            self._metrics[definition.name] = metric
+            for value in definition.values:
+                metric.labels(value)
+
+    def count(self, name: str, label: str | None = None, amount: int = 1) -> None:
+        """Add to a counter."""
+        metric = self._at(name, label)
+        assert isinstance(metric, Counter)
+        metric.inc(amount)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        metric = self._metrics[name]
+        assert isinstance(metric, Gauge)
+        metric.set(value)
+
+    def observe(self, name: str, value: float, label: str | None = None) -> None:
+        """Add a value to a histogram."""
+        metric = self._at(name, label)
+        assert isinstance(metric, Histogram)
+        metric.observe(value)
+
+    def _at(self, name: str, label: str | None) -> MetricWrapperBase:
+        metric = self._metrics[name]
+        return metric if label is None else metric.labels(label)
+
+
+def bounds(buckets: Buckets, max_input_tokens: int, max_total_tokens: int) -> Iterator[float]:
+    """Upper bounds, ascending, without infinity."""
+    if buckets is Buckets.DURATION:
+        return (0.0001 * 1.5**k for k in range(1, 36))
+    if buckets is Buckets.INPUT:
+        return (max_input_tokens / 100 * k for k in range(1, 101))
+    if buckets is Buckets.TOTAL:
+        return (max_total_tokens / 100 * k for k in range(1, 101))
+    if buckets is Buckets.BATCH:
+        return (float(size) for size in range(1, 1025))
+    return (float(count) for count in range(17))
+
+
+def _build(
+    definition: Definition, registry: CollectorRegistry, max_input_tokens: int, max_total_tokens: int
+) -> MetricWrapperBase:
+    labels = () if definition.label is None else (definition.label,)
+    if definition.kind is Kind.COUNTER:
+        return Counter(definition.name, definition.help, labels, registry=registry)
+    if definition.kind is Kind.GAUGE:
+        return Gauge(definition.name, definition.help, labels, registry=registry)
+    assert definition.buckets is not None
+    upper = tuple(bounds(definition.buckets, max_input_tokens, max_total_tokens))
+    return Histogram(definition.name, definition.help, labels, registry=registry, buckets=upper)

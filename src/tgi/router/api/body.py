@@ -1,0 +1,67 @@
+"""Request body -> msgspec struct, refused with TGI's statuses and texts: 415, then 413, then 400, then 422."""
+
+from __future__ import annotations
+
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from tgi.router.api.errors import BodyRefused, ClientGone
+
+T = TypeVar("T")
+
+_PATH = re.compile(r"^(?P<reason>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+
+
+class BodyReader(Generic[T]):
+    """Reads bodies of one type. One decoder, made once."""
+
+    def __init__(self, wanted: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(wanted)
+
+    async def read(self, request: Request, limit: int) -> T:
+        """Raises BodyRefused; ClientGone when the client hangs up before its body is complete. `limit` in bytes."""
+        if not _is_json(request.headers.get("content-type", "")):
+            raise BodyRefused(415, "Expected request with `Content-Type: application/json`")
+        body = await _read_up_to(request, limit)
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise BodyRefused(422, _wrong_shape(str(error))) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BodyRefused(400, f"Failed to parse the request body as JSON: {error}") from error
+
+
+async def _read_up_to(request: Request, limit: int) -> bytes:
+    too_large = BodyRefused(
+        413, f"Failed to buffer the request body: length limit exceeded ({limit} bytes, see --payload-limit)"
+    )
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return b"".join(chunks)
+
+
+def _is_json(content_type: str) -> bool:
+    media = content_type.partition(";")[0].strip().lower()
+    return media == "application/json" or (media.startswith("application/") and media.endswith("+json"))
+
+
+def _wrong_shape(message: str) -> str:
+    """msgspec says "reason - at `$.path`"; TGI puts the path first and calls what is not there a missing field."""
+    message = message.replace("Object missing required field", "missing field")
+    found = _PATH.match(message)
+    detail = f"{found['path']}: {found['reason']}" if found and found["path"] else message
+    return f"Failed to deserialize the JSON body into the target type: {detail}"

@@ -1,0 +1,181 @@
+"""Exception -> status and JSON: the only such table. TGI's flat body on its own routes, OpenAI's object on /v1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from tgi.errors import (
+    ContextTooLong,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    TemplateFailed,
+    TgiError,
+    Unavailable,
+)
+from tgi.router.schema.info import NativeError, OpenAIError, OpenAIErrorObject
+
+CLIENT_GONE = 499
+
+_encode = msgspec.json.Encoder().encode
+
+
+class BodyRefused(Exception):
+    """The body could not be read as what the route takes. `text` is plain text in TGI's words."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was ready. Nobody reads what we answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as both families of routes tell it."""
+
+    status: int  # on TGI's routes
+    message: str
+    error_type: str
+    openai_type: str = "server_error"
+    openai_status: int | None = None  # None: the same
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status_on_v1(self) -> int:
+        return self.openai_status or self.status
+
+
+def fault_of(error: TgiError) -> Fault:
+    if isinstance(error, InvalidRequest):
+        return _fault_of_request(error)
+    if isinstance(error, Overloaded):
+        retry = {"retry-after": str(error.retry_after_s)}
+        return Fault(429, str(error), "overloaded", "rate_limit_error", code="overloaded", headers=retry)
+    if isinstance(error, GenerationFailed):
+        text = f"Request failed during generation: Server error: {error}"
+        return Fault(424, text, "generation", code="generation_failed")
+    if isinstance(error, Unavailable):
+        return Fault(503, f"The model server cannot be reached: {error}", "unavailable", code="unavailable")
+    return Fault(500, str(error), "incomplete_generation")
+
+
+def native_body(error: TgiError) -> bytes:
+    fault = fault_of(error)
+    return _encode(NativeError(fault.message, fault.error_type))
+
+
+def openai_body(error: TgiError) -> bytes:
+    """For an event of a stream: with the status that the head could no longer tell."""
+    return _openai_body(fault_of(error), in_stream=True)
+
+
+def native_response(error: TgiError) -> Response:
+    fault = fault_of(error)
+    return _json(fault.status, native_body(error), fault.headers)
+
+
+def openai_response(error: TgiError) -> Response:
+    fault = fault_of(error)
+    return _json(fault.status_on_v1, _openai_body(fault), fault.headers)
+
+
+def is_openai(request: Request) -> bool:
+    return request.scope["path"].startswith("/v1/")
+
+
+# Handlers for the application; coroutines, since Starlette would run plain functions in a thread.
+
+
+async def on_tgi_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TgiError)
+    return openai_response(error) if is_openai(request) else native_response(error)
+
+
+async def on_body_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyRefused)
+    if not is_openai(request):
+        return PlainTextResponse(error.text, error.status)
+    status = 400 if error.status == 422 else error.status
+    fault = Fault(status, error.text, "validation", "invalid_request_error", code=_code(error.status))
+    return _json(status, _openai_body(fault))
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """401, 404, 405: TGI says nothing but the status."""
+    assert isinstance(error, HTTPException)
+    if not is_openai(request):
+        return Response(status_code=error.status_code, headers=error.headers)
+    openai_type = "authentication_error" if error.status_code == 401 else "invalid_request_error"
+    fault = Fault(error.status_code, error.detail, "http", openai_type, code=_code(error.status_code))
+    return _json(error.status_code, _openai_body(fault), error.headers or {})
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def on_fault_of_ours(request: Request, error: Exception) -> Response:
+    """A bug. The server logs it with its traceback; the client is told no more than that."""
+    fault = Fault(500, "Internal server error", "internal")
+    if is_openai(request):
+        return _json(500, _openai_body(fault))
+    return _json(500, _encode(NativeError(fault.message, fault.error_type)))
+
+
+HANDLERS = {
+    TgiError: on_tgi_error,
+    BodyRefused: on_body_refused,
+    HTTPException: on_http_error,
+    ClientGone: on_client_gone,
+    Exception: on_fault_of_ours,
+}
+
+
+def _fault_of_request(error: InvalidRequest) -> Fault:
+    if isinstance(error, TemplateFailed):
+        text, error_type, code = f"Template error: {error}", "template_error", "template_error"
+    else:
+        text, error_type = f"Input validation error: {error}", "validation"
+        code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+    return Fault(422, text, error_type, "invalid_request_error", 400, error.param, code)
+
+
+def _code(status: int) -> str | None:
+    if status == 401:
+        return "invalid_api_key"
+    if status in (400, 422):
+        return None
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+
+
+def _openai_body(fault: Fault, in_stream: bool = False) -> bytes:
+    status = fault.status_on_v1 if in_stream else msgspec.UNSET
+    return _encode(
+        OpenAIError(
+            OpenAIErrorObject(
+                message=fault.message,
+                type=fault.openai_type,
+                param=fault.param,
+                code=fault.code,
+                http_status_code=status,
+            ),
+            fault.error_type,
+        )
+    )
+
+
+def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")

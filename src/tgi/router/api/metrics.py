@@ -1,0 +1,59 @@
+"""GET /metrics, and what of it is only read when somebody looks: the scheduler's own numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi.observability.exposition import CONTENT_TYPE, render
+from tgi.observability.metrics import Metrics
+from tgi.router.api.services import services_of
+from tgi.router.scheduling.stats import SchedulerStats
+
+# Observed for successful requests only, when they end (infer.py).
+_OBSERVED_ELSEWHERE = frozenset({"tgi_request_queue_duration"})
+
+
+async def metrics(request: Request) -> Response:
+    services = services_of(request)
+    services.refresh_metrics()
+    body = await asyncio.to_thread(render, services.metrics.registry)
+    return Response(body, headers={"content-type": CONTENT_TYPE})
+
+
+def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks: int) -> Callable[[], None]:
+    """Let the scheduler feed its histograms, and return what brings gauges and counters up to date.
+
+    `num_blocks` counts block 0, which holds no tokens.
+    """
+
+    def observe(name: str, value: float, method: str | None) -> None:
+        if name not in _OBSERVED_ELSEWHERE:
+            metrics.observe(name, value, method)
+
+    counters = {
+        "tgi_batch_inference_count": stats.inference_count,
+        "tgi_batch_inference_success": stats.inference_success,
+        "tgi_batch_inference_failure": stats.inference_failure,
+        "tgi_batch_concat": stats.concat,
+    }
+    told: dict[str, Counter[str]] = {name: Counter() for name in counters}
+
+    def refresh() -> None:
+        metrics.set("tgi_queue_size", stats.queue_size)
+        metrics.set("tgi_batch_current_size", stats.batch_current_size)
+        metrics.set("tgi_batch_current_max_tokens", stats.batch_current_max_tokens)
+        metrics.set("tgi_batch_total_tokens", (num_blocks - 1 - stats.blocks_free) * block_size)
+        for name, counter in counters.items():
+            for label, count in counter.items():
+                metrics.count(name, label, count - told[name][label])
+                told[name][label] = count
+
+    stats.observe = observe
+    stats.blocks_free = stats.blocks_free or num_blocks - 1  # nothing is used before the first step
+    metrics.set("tgi_batch_max_total_tokens", (num_blocks - 1) * block_size)
+    return refresh

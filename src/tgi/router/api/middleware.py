@@ -1,0 +1,67 @@
+"""Pure ASGI middleware: the outermost edge (request id, the server's own `send`) and the API key."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+RAW_SEND = "tgi.raw_send"
+"""Scope key of the server's own `send`. Layers only care for the head of a response, so the events of a stream go past
+them: each layer would cost every token a coroutine."""
+
+REQUEST_ID = "tgi.request_id"
+
+_LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Edge:
+    """Around everything. Echoes `x-request-id`, or draws one: a label for logs, never an id of ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        label = _header(scope, b"x-request-id")
+        if label is None or not _LABEL.fullmatch(label):
+            label = secrets.token_hex(12).encode()
+        scope[RAW_SEND] = send
+        scope[REQUEST_ID] = label
+
+        async def with_label(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label)]
+            await send(message)
+
+        await self._app(scope, receive, with_label)
+
+
+class RequireKey:
+    """Refuses a request without `Authorization: Bearer <key>`. The scheme's case does not matter, the key's does."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+            raise HTTPException(401, "Incorrect API key: send it as `Authorization: Bearer <key>`", _CHALLENGE)
+        await self._app(scope, receive, send)
+
+
+_CHALLENGE = {"www-authenticate": "Bearer"}
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """ASGI servers give header names in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return None

@@ -1,0 +1,48 @@
+"""What the handlers work with, made once by main.py and kept in the application's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+from tgi.observability.metrics import Metrics
+from tgi.router.api.sse import Pulse
+from tgi.router.chat.template import ChatTemplate
+from tgi.router.infer import Infer
+from tgi.router.schema.info import Info
+
+
+class Offsets(Protocol):
+    @property
+    def ids(self) -> bytes: ...
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]: ...
+
+
+class OffsetEncoder(Protocol):
+    """Text to ids with their places, off the event loop (`tgi.text.pool`)."""
+
+    async def encode(self, text: str, add_special_tokens: bool = True, with_offsets: bool = False) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    infer: Infer
+    encoder: OffsetEncoder
+    template: ChatTemplate
+    metrics: Metrics
+    pulse: Pulse
+    info: Info
+    system_fingerprint: str
+    compute_type: str
+    payload_limit: int  # bytes
+    compat_return_full_text: bool  # default of POST /
+    refresh_metrics: Callable[[], None]  # gauges that are only read when somebody looks
+
+
+def services_of(request: Request) -> Services:
+    return request.app.state.services

@@ -1,0 +1,238 @@
+"""Server-sent events written by whoever produces them: no task, queue or future per token.
+
+`EventStream` is a response and the Sink of its request. The head leaves with the first event, so an error before it
+still has a real status. A client that does not read gets its tokens later, rendered when its socket drains.
+Knows no JSON: `Frames` renders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from math import ceil
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tgi.errors import TgiError
+from tgi.router.api.middleware import RAW_SEND
+from tgi.router.backend import PromptToken, TokenEvent
+from tgi.router.infer import Call
+from tgi.router.validation.request import ValidRequest
+
+ABORT = "tgi.abort"
+"""Scope extension: cut the connection now, what is not sent is lost. Closing waits for the client, who never reads."""
+
+COMMENT = b":\n\n"
+
+HEADERS: tuple[tuple[bytes, bytes], ...] = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+# A drained client is caught up in portions, so that rendering its backlog holds up nobody.
+_CATCH_UP = 256
+
+
+class Frames(Protocol):
+    """How one stream looks: every call gives the bytes of whole events, in the order of the answer."""
+
+    def token(self, event: TokenEvent) -> bytes:
+        """The last token's bytes close the stream."""
+        ...
+
+    def failure(self, error: TgiError) -> bytes: ...
+
+
+class EventStream:
+    """The response of a streamed request (an ASGI application), and its Sink."""
+
+    def __init__(
+        self,
+        call: Call,
+        request: ValidRequest,
+        frames: Frames,
+        pulse: Pulse,
+        headers: Iterable[tuple[bytes, bytes]],
+        on_early_error: Callable[[TgiError], Response],
+    ) -> None:
+        """`on_early_error` answers an error that comes before the first event."""
+        self._call = call
+        self._request = request
+        self._frames = frames
+        self._pulse = pulse
+        self._headers = [*HEADERS, *headers]
+        self._on_early_error = on_early_error
+        self._backlog: list[TokenEvent | TgiError] | None = None  # None: the client keeps up
+        self._catching_up: asyncio.Task[None] | None = None
+        self._is_open = False
+        self._is_over = False
+        self.quiet_ticks = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send_head = send
+        self._send = scope.get(RAW_SEND, send)
+        self._pulse.add(self)
+        try:
+            with self._call:
+                self._call.schedule(self._request, self)
+                # The one wait of a stream: the client is gone, or (the server says so too) the response is complete.
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        finally:
+            self._is_over = True
+            self._pulse.discard(self)
+            self._call.cancel()
+            if self._catching_up is not None:
+                self._catching_up.cancel()
+
+    # The backend's side (Sink).
+
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        """TGI streams no prompt details."""
+
+    def token(self, event: TokenEvent) -> None:
+        if self._backlog is not None:
+            self._backlog.append(event)
+        elif self._is_open:
+            self.quiet_ticks = 0
+            self._write(self._frames.token(event), event.finish is None)
+        elif not self._is_over:
+            self._is_open = True
+            self._step(self._open(event))
+
+    def fail(self, error: TgiError) -> None:
+        if self._backlog is not None:
+            self._backlog.append(error)
+        elif self._is_open:
+            self._write(self._frames.failure(error), False)
+        elif not self._is_over:
+            self._step(self._on_early_error(error)(self._scope, self._receive, self._send_head))
+
+    # The pulse's side.
+
+    def tick(self, keep_alive_ticks: int, stall_ticks: int) -> None:
+        """Time passes: a comment after silence, the end for a client that has taken nothing for long."""
+        self.quiet_ticks += 1
+        if self._backlog is not None:
+            if self.quiet_ticks >= stall_ticks:
+                self._abort()
+        elif self._is_open and self.quiet_ticks >= keep_alive_ticks:
+            self.quiet_ticks = 0
+            self._write(COMMENT, True)
+
+    def _abort(self) -> None:
+        self._is_over = True
+        self._backlog = []
+        self._call.cancel()
+        abort = self._scope.get("extensions", {}).get(ABORT)
+        if abort is not None:
+            abort()
+
+    async def _open(self, first: TokenEvent) -> None:
+        await self._send_head({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send(_body(self._frames.token(first), first.finish is None))
+
+    def _write(self, data: bytes, more: bool) -> None:
+        self._step(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+
+    def _step(self, sending: Any) -> None:
+        """Run `sending` now. Only if the server makes it wait for the client, a task takes over."""
+        try:
+            waited = sending.send(None)
+        except StopIteration:
+            return
+        except OSError:  # the connection broke; the handler hears of it by itself
+            self._is_over = True
+            return
+        self._backlog = []
+        self.quiet_ticks = 0
+        self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(_Rest(sending, waited)))
+
+    async def _catch_up(self, rest: _Rest) -> None:
+        """Finish what waits, then render and send what came meanwhile, until the client keeps up again."""
+        try:
+            await rest
+            while self._backlog and not self._is_over:
+                self.quiet_ticks = 0
+                portion = self._backlog[:_CATCH_UP]
+                del self._backlog[:_CATCH_UP]
+                data = b"".join([self._render(item) for item in portion])
+                await self._send(_body(data, not _is_end(portion[-1])))
+                await asyncio.sleep(0)
+        except OSError:
+            self._is_over = True
+        self._backlog = None
+        self._catching_up = None
+
+    def _render(self, item: TokenEvent | TgiError) -> bytes:
+        return self._frames.token(item) if isinstance(item, TokenEvent) else self._frames.failure(item)
+
+
+class Pulse:
+    """One timer for all open streams. Runs while there are any."""
+
+    def __init__(self, keep_alive_s: float = 15.0, stall_s: float = 60.0) -> None:
+        self._tick_s = min(1.0, keep_alive_s / 4, stall_s / 4)
+        self._keep_alive_ticks = ceil(keep_alive_s / self._tick_s)
+        self._stall_ticks = ceil(stall_s / self._tick_s)
+        self._streams: set[EventStream] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._arm()
+
+    def discard(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._beat)
+
+    def _beat(self) -> None:
+        self._arm()
+        for stream in tuple(self._streams):
+            stream.tick(self._keep_alive_ticks, self._stall_ticks)
+
+
+class _Rest:
+    """The rest of a coroutine that was stepped once outside a task and yielded `waited`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], waited: Any) -> None:
+        self._coroutine = coroutine
+        self._waited = waited
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waited = self._waited
+        while True:
+            # `waited` is a future that its own __await__ has marked as being waited for: the task takes it as it is.
+            try:
+                yield waited
+            except BaseException as error:
+                step = self._coroutine.throw
+                argument: Any = error
+            else:
+                step, argument = self._coroutine.send, None
+            try:
+                waited = step(argument)
+            except StopIteration:
+                return
+
+
+def _body(data: bytes, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _is_end(item: TokenEvent | TgiError) -> bool:
+    return isinstance(item, TgiError) or item.finish is not None

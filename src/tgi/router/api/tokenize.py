@@ -1,0 +1,35 @@
+"""POST /tokenize: the tokens of a prompt and where they lie in its bytes."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi.router.api.body import BodyReader
+from tgi.router.api.services import services_of
+from tgi.router.schema.generate import GenerateRequest, TokenSlice
+
+_body = BodyReader(GenerateRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+async def tokenize(request: Request) -> Response:
+    """Takes no permit. As in TGI, special tokens are added (empty text, place 0) and `truncate` does nothing."""
+    services = services_of(request)
+    body = await _body.read(request, services.payload_limit)
+    encoding = await services.encoder.encode(body.inputs, add_special_tokens=True, with_offsets=True)
+    ids = memoryview(encoding.ids).cast("I").tolist()
+    return Response(_encode(_slices(body.inputs, ids, encoding.offsets)), media_type="application/json")
+
+
+def _slices(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[TokenSlice]:
+    """Places in characters -> places in UTF-8 bytes, as TGI counts."""
+    if text.isascii():
+        return [TokenSlice(ids[i], text[start:stop], start, stop) for i, (start, stop) in enumerate(offsets)]
+    byte_at = [0]
+    for character in text:
+        byte_at.append(byte_at[-1] + len(character.encode()))
+    return [
+        TokenSlice(ids[i], text[start:stop], byte_at[start], byte_at[stop]) for i, (start, stop) in enumerate(offsets)
+    ]

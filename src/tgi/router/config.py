@@ -1,0 +1,38 @@
+"""What the router was started with. Frozen; read once by main.py, which hands its fields to the rooms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    tokenizer_name: str  # model id, directory or .gguf file; also the name of the model in answers
+    revision: str | None
+    tokenizer_config_path: str | None
+    master_shard_uds_path: str
+    hostname: str
+    port: int
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_client_batch_size: int
+    max_input_tokens: int | None  # None: what the warm-up answers
+    max_total_tokens: int | None
+    max_batch_prefill_tokens: int
+    max_batch_total_tokens: int | None
+    max_batch_size: int | None  # rows; None: max_concurrent_requests
+    waiting_served_ratio: float
+    max_waiting_tokens: int
+    validation_workers: int
+    payload_limit: int  # bytes
+    cors_allow_origin: tuple[str, ...]  # empty: any
+    api_key: str | None = field(repr=False)
+    json_output: bool
+    prefix_caching: bool | None  # None: what the shard says
+    compute_type: str
+    docker_label: str | None
+    git_sha: str | None
+    keep_alive_s: float = 15.0  # silence after which a stream gets a comment
+    stall_s: float = 60.0  # a client that takes nothing for this long is cut off

@@ -1,0 +1,118 @@
+"""RadixAllocator: blocks on demand, prefixes shared while their first row still runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tgi.router.memory.allocator import Allocation
+from tgi.router.memory.free_stack import FreeStack
+from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
+from tgi.router.memory.trie import Node, RadixTrie
+
+
+class RadixAllocator:
+    """See Allocator. A block is in exactly one place: free, in the trie, or private to one row."""
+
+    shares = True
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = FreeStack(num_blocks)
+        self._trie = RadixTrie(block_size)
+        self._stride = block_size * ID_BYTES
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_free
+
+    @property
+    def num_available(self) -> int:
+        return self._free.num_free + self._trie.num_unused
+
+    def allocate(
+        self, ids: bytes, num_tokens: int, *, namespace: bytes = b"", read: bool = True, reserve: int = 0
+    ) -> Allocation | None:
+        assert num_tokens * ID_BYTES >= len(ids) > 0, "room for the ids at least"
+        stride = self._stride
+        limit = (len(ids) - ID_BYTES) // stride * stride if read else 0
+        node, parts = self._trie.acquire(namespace, ids, limit)
+        cached_blocks = sum(map(len, parts)) // BLOCK_BYTES
+        count = -(-num_tokens // self.block_size) - cached_blocks
+        # Pinned above: what this row shares no longer counts as available.
+        if count + reserve > self.num_available:
+            self._trie.unpin(node)
+            return None
+        private = self._take(count)
+        blocks = b"".join((*parts, private))
+        return Allocation(cached_blocks * self.block_size, blocks, private, node)
+
+    def grow(self, allocation: Allocation, num_blocks: int) -> bytes | None:
+        if num_blocks > self.num_available:
+            return None
+        blocks = self._take(num_blocks)
+        allocation.private += blocks
+        allocation.num_blocks += num_blocks
+        return bytes(blocks)
+
+    def publish(self, allocation: Allocation, ids: bytes, computed_len: int) -> None:
+        begin, end = allocation.published_len, computed_len // self.block_size * self.block_size
+        if end <= begin or allocation.is_doubled:
+            return
+        if self._trie.has_next(self._node(allocation), ids, begin * ID_BYTES):
+            allocation.is_doubled = True
+            return
+        self._insert(allocation, ids, begin, end)
+
+    def free(self, allocation: Allocation, ids: bytes = b"", computed_len: int = 0) -> None:
+        begin, end = allocation.published_len, computed_len // self.block_size * self.block_size
+        if end > begin:
+            self._insert(allocation, ids, begin, end)
+        self._free.give(allocation.private)
+        self._trie.unpin(self._node(allocation))
+        allocation.node = None
+
+    def check(self, live: Iterable[Allocation]) -> None:
+        live = list(live)
+        self._trie.check(Counter(allocation.node for allocation in live if allocation.node is not None))
+        places = [self._free.snapshot()]
+        places += [node.blocks for node in self._trie.nodes()]
+        for allocation in live:
+            path = self._path_len(allocation)
+            assert allocation.published_len == path, f"published {allocation.published_len}, pinned at {path}"
+            own = len(allocation.private) // BLOCK_BYTES + path // self.block_size
+            assert own == allocation.num_blocks, f"{own} blocks in a row of {allocation.num_blocks}"
+            places.append(allocation.private)
+        found = sorted(memoryview(b"".join(places)).cast("I"))
+        assert found == list(range(1, self.num_blocks)), "a block is lost or in two places"
+
+    def _insert(self, allocation: Allocation, ids: bytes, begin: int, end: int) -> None:
+        """Hand the blocks of `begin` to `end` (tokens) to the trie; those that it has already are free at once."""
+        assert end * ID_BYTES <= len(ids), "published more than there are ids for"
+        assert end <= allocation.num_blocks * self.block_size, "published more than there is room for"
+        private = allocation.private
+        allocation.node, present = self._trie.insert(
+            self._node(allocation), ids, begin * ID_BYTES, end * ID_BYTES, private
+        )
+        self._free.give(private[: (present // ID_BYTES - begin) // self.block_size * BLOCK_BYTES])
+        del private[: (end - begin) // self.block_size * BLOCK_BYTES]
+        allocation.published_len = end
+
+    def _node(self, allocation: Allocation) -> Node:
+        assert allocation.node is not None, "the allocation was freed"
+        return allocation.node
+
+    def _take(self, count: int) -> bytearray:
+        missing = count - self._free.num_free
+        if missing > 0:
+            self._free.give(self._trie.evict(missing))
+        return self._free.take(count)
+
+    def _path_len(self, allocation: Allocation) -> int:
+        """Tokens from the root to the row's node."""
+        length, node = 0, self._node(allocation)
+        while node.parent is not None:
+            length += len(node.key) // ID_BYTES
+            node = node.parent
+        return length

@@ -1,0 +1,379 @@
+"""SchedulerCore: the scheduler without sockets, tasks or clocks of its own. Steps in, Commands out, events to sinks.
+
+One pass decides everything that a Step or a submission changes, in this order: who gets further blocks, who gives way
+for them, who starts. What it decides leaves in one Command (rule 6): the shard never sees a decision half made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, TgiError
+from tgi.router.backend import Sink
+from tgi.router.memory.allocator import Allocation, Allocator
+from tgi.router.memory.radix import RadixAllocator
+from tgi.router.memory.simple import SimpleAllocator
+from tgi.router.scheduling.admission import PrefillGate, admit_waiting
+from tgi.router.scheduling.budget import blocks_for, window_tokens
+from tgi.router.scheduling.entry import AnswerText, Entry, State, Vocabulary
+from tgi.router.scheduling.live import LAST_HANDLE, LiveRows
+from tgi.router.scheduling.preemption import GrowthRules, grant
+from tgi.router.scheduling.prefix_wait import PrefixLeaders
+from tgi.router.scheduling.queue import WaitingQueue
+from tgi.router.scheduling.stats import Method, SchedulerStats
+from tgi.router.scheduling.step_handler import StepHandler
+from tgi.router.validation.request import ValidRequest
+from tgi.shard_client.messages import Admit, Command, Opening, Step
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_LOSSES = 5  # shards that may die under a request that gets no token meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`num_blocks` and `block_size` as warm-up told; an Opening that says otherwise stands."""
+
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool = True
+    speculate: int = 0
+    supports_chunking: bool = True
+    waiting_served_ratio: float = 0.3  # both only where prefill cannot be chunked
+    max_waiting_tokens: int = 20
+    queue_timeout_s: float | None = None
+    unavailable_after_s: float = 30.0  # new requests are refused when the shard has been away for longer
+
+
+class SchedulerCore:
+    """Owns queue, rows, allocator and what the next Command will say. One caller at a time: the event loop."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        vocabulary: Vocabulary,
+        open_text: Callable[[ValidRequest], AnswerText],
+        clock: Callable[[], float] = time.perf_counter,
+        next_handle: int = 1,
+    ) -> None:
+        self.stats = SchedulerStats()
+        self.queue = WaitingQueue()
+        self.rows = LiveRows(next_handle)
+        self.allocator: Allocator = _make_allocator(config.prefix_caching, config.num_blocks, config.block_size)
+        self._config = config
+        self._eos_ids = tuple(vocabulary.eos_ids)
+        self._open_text = open_text
+        self._clock = clock
+        self._steps = StepHandler(self.rows, vocabulary, self.stats, clock, self._leave, self._fail)
+        self._leaders = PrefixLeaders(config.block_size)
+        self._gate = PrefillGate(config.waiting_served_ratio, config.max_waiting_tokens)
+        self._next_sequence = 0
+        # Of the present stream; None while there is none.
+        self._opening: Opening | None = None
+        self._kv_epoch: int | None = None
+        self._rules = GrowthRules(config.block_size, 0, config.speculate)
+        self._is_mid_step = False
+        self._seen = 0  # last Step handled
+        self._said = 0  # and last told
+        # What the next pass has to do, and what it has decided.
+        self._may_admit = True  # somebody may start who could not at the last pass
+        self._short: dict[int, Entry] = {}  # rows that want blocks, by handle
+        self._cancel: list[int] = []
+        self._grow: list[tuple[int, bytes]] = []
+        self._admit: list[Admit] = []
+
+    # -- the doors' side -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: ValidRequest, sink: Sink, cancel: Callable[[Entry], None] | None = None) -> Entry:
+        """Queue a request. Raises InvalidRequest or ContextTooLong when it could not run even alone.
+
+        `cancel` is what the entry's own cancel() calls, if not `self.cancel`.
+        """
+        if not request.prompt_ids:
+            raise InvalidRequest("`inputs` cannot be empty", "inputs")
+        if request.stopping.max_new_tokens < 1:
+            raise InvalidRequest("`max_new_tokens` must be strictly positive", "max_new_tokens")
+        entry = Entry(
+            request, sink, self._open_text(request), self._next_sequence, self._clock(), cancel or self.cancel
+        )
+        if not self._fits_alone(entry):
+            raise ContextTooLong(
+                f"`inputs` tokens + `max_new_tokens` must be <= {self._pool_tokens}, the size of the KV cache. Given: "
+                f"{entry.num_prompt} `inputs` tokens and {request.stopping.max_new_tokens} `max_new_tokens`",
+                "max_new_tokens",
+            )
+        self._next_sequence += 1
+        self.queue.append(entry)
+        self._may_admit = True
+        self.stats.queue_size = len(self.queue)
+        return entry
+
+    def cancel(self, entry: Entry) -> None:
+        """The client is gone: nothing more is sent, row and blocks are free at once. Ended entries stay as they are."""
+        if entry.state is State.ENDED:
+            return
+        self._withdraw(entry, tell_shard=True)
+        self.stats.dropped += 1
+
+    def expire(self) -> None:
+        """Fail who has waited in the queue longer than the queue timeout."""
+        timeout = self._config.queue_timeout_s
+        if timeout is None:
+            return
+        for entry in self.queue.overdue(self._clock() - timeout):
+            self._fail(entry, Overloaded(f"the request waited in the queue for more than {timeout:g} s"), False)
+
+    def fail_all(self, error: TgiError) -> None:
+        """The end of service: every request gets its answer."""
+        for entry in [*self.rows, *self.queue]:
+            self._fail(entry, error, True)
+
+    # -- the shard's side ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._opening is not None
+
+    @property
+    def needs_new_stream(self) -> bool:
+        """Handles are used up: a new stream counts from 1 again."""
+        return not self.rows.has_handles and not self.rows
+
+    def stream_opened(self, opening: Opening, kv_epoch: int) -> None:
+        """A stream without rows. Tree and allocator stay only if the KV cache is still the same (rule 7)."""
+        if self.rows:
+            self.stream_lost()
+        allocator = self.allocator
+        shape = (opening.num_blocks, opening.block_size)
+        if kv_epoch != self._kv_epoch or shape != (allocator.num_blocks, allocator.block_size):
+            self._renew_allocator(*shape)
+        self._kv_epoch = kv_epoch
+        self._opening = opening
+        speculated = self._config.speculate
+        self._rules = GrowthRules(opening.block_size, window_tokens(opening.window, speculated), speculated)
+        self._leaders = PrefixLeaders(opening.block_size)
+        self._seen = self._said = 0
+        self._may_admit = True
+        if self.rows.next_handle > LAST_HANDLE // 2:
+            self.rows.next_handle = 1
+        for entry in [entry for entry in self.queue if not self._fits_alone(entry)]:
+            self._fail(entry, GenerationFailed("the model server came back with less memory than this needs"), False)
+
+    def stream_lost(self, keep_memory: bool = True) -> None:
+        """All rows are gone. Who ran returns to the head of the queue and goes on from its ids; nothing is sent twice.
+
+        Without `keep_memory` the next stream starts with an empty tree, whatever its epoch.
+        """
+        if self.rows:
+            self.stats.inference_failure["decode"] += 1
+        if not keep_memory:
+            self._kv_epoch = None
+        for entry in list(self.rows):
+            entry.barren_losses += 1
+            self._requeue(entry, tell_shard=False, keep_memory=keep_memory)
+            if entry.barren_losses > MAX_BARREN_LOSSES:
+                self._fail(entry, GenerationFailed("the model server died repeatedly while it ran this"), False)
+        if not keep_memory:
+            self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
+        self._opening = None
+        self._is_mid_step = False
+        self._short.clear()
+        self._cancel.clear()
+        self._update_gauges()
+
+    def handle_step(self, step: Step) -> None:
+        for _ in self.step_work(step):
+            pass
+
+    def step_work(self, step: Step) -> Iterator[None]:
+        """handle_step in slices: run the iterator to its end before the next Step; others may run in between."""
+        if step.opening is not None:
+            self.stream_opened(step.opening, step.kv_epoch)
+            return
+        if self._opening is None:
+            return  # a step of a stream that was given up
+        self._is_mid_step = True
+        began = self._clock()
+        num_leaders = len(self._leaders)
+        yield from self._steps.work(step, self.allocator, self._leaders, self._short)
+        self._is_mid_step = False
+        self._seen = step.number
+        if step.kv_epoch != self._kv_epoch:
+            self._change_epoch(step.kv_epoch)
+        if step.progress_handles or len(self._leaders) != num_leaders:
+            self._may_admit = True  # somebody may have waited for these prefixes
+        self._count(step, self._clock() - began)
+        self._update_gauges()
+
+    def next_command(self) -> Command | None:
+        """Decide, and say it; None when there is nothing to say. What is returned must be sent."""
+        opening = self._opening
+        if opening is None or self._is_mid_step:
+            return None
+        if self._short:
+            self._grant()
+        if self._may_admit and self.queue:
+            self._start_waiting(opening)
+        command = Command(self._seen, self._cancel, self._grow, self._admit)
+        if not command and self._seen - self._said < max(1, opening.window // 2):
+            return None
+        self._said = self._seen
+        self._cancel, self._grow, self._admit = [], [], []
+        self._update_gauges()
+        return command
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        short, self._short = self._short, {}
+        for entry in grant(short.values(), self.rows, self.allocator, self._rules, self._give, self._preempt):
+            self._short[entry.handle] = entry
+
+    def _give(self, entry: Entry, num_blocks: int) -> None:
+        assert entry.allocation is not None
+        blocks = self.allocator.grow(entry.allocation, num_blocks)
+        assert blocks is not None, "granted what is not available"
+        self._grow.append((entry.handle, blocks))
+        self.rows.set_room(entry, self._rules.block_size, self._rules.window)
+
+    def _preempt(self, entry: Entry) -> None:
+        self._requeue(entry, tell_shard=True)
+        self.stats.preemptions += 1
+
+    def _start_waiting(self, opening: Opening) -> None:
+        reason = "chunking"
+        if not self._config.supports_chunking and self.rows:
+            opens = self._gate.opens(len(self.queue), len(self.rows))
+            if opens is None:
+                return  # asked again after the next Step
+            reason = opens
+        had_rows = bool(self.rows)
+        self._may_admit = False  # who is left is tried again when something has changed for them
+        admit_waiting(
+            self.queue,
+            self.rows,
+            self._leaders,
+            self.allocator,
+            opening.max_rows,
+            self._rules.window,
+            self._start,
+        )
+        if self._admit:
+            self._gate.admitted()
+            self.stats.observe("tgi_batch_next_size", len(self._admit), None)
+            if had_rows:
+                self.stats.concat[reason] += 1
+
+    def _start(self, entry: Entry) -> None:
+        assert entry.allocation is not None
+        if entry.admitted_at is None:
+            entry.admitted_at = self._clock()
+            entry.cached_len = entry.allocation.cached_len
+            self.stats.prompt_tokens += entry.num_prompt
+            self.stats.cached_tokens += entry.cached_len
+            self.stats.observe("tgi_request_queue_duration", entry.admitted_at - entry.queued_at, None)
+        self._admit.append(entry.admit_message(self._eos_ids))
+
+    # -- leaving -------------------------------------------------------------------------------------------------------
+
+    def _leave(self, entry: Entry, tell_shard: bool, publish: bool = True) -> None:
+        """A row ends, whatever the shard still computes for it; the caller queues its entry again or ends it.
+
+        Its computed and kept positions enter the prefix tree and its blocks are free: both may be given away in the
+        same Command (rule 1).
+        """
+        allocation = self._drop_row(entry, tell_shard)
+        if publish and entry.request.use_cache and self.allocator.shares:
+            self.allocator.free(allocation, entry.ids, entry.num_computed)
+        else:
+            self.allocator.free(allocation)
+
+    def _drop_row(self, entry: Entry, tell_shard: bool) -> Allocation:
+        self._leaders.remove(entry)
+        handle, allocation = self.rows.remove(entry)
+        self._short.pop(handle, None)
+        if tell_shard:
+            self._cancel.append(handle)
+        self._may_admit = True
+        return allocation
+
+    def _requeue(self, entry: Entry, tell_shard: bool, keep_memory: bool = True) -> None:
+        if keep_memory:
+            self._leave(entry, tell_shard)
+        else:
+            self._drop_row(entry, tell_shard)
+        entry.state = State.QUEUED
+        self.queue.put_back(entry)
+
+    def _withdraw(self, entry: Entry, tell_shard: bool, publish: bool = True) -> None:
+        if entry.state is State.LIVE:
+            self._leave(entry, tell_shard, publish)
+        else:
+            self.queue.remove(entry)
+            self._may_admit = True
+        entry.state = State.ENDED
+        self._update_gauges()
+
+    def _fail(self, entry: Entry, error: TgiError, tell_shard: bool) -> None:
+        self._withdraw(entry, tell_shard, publish=False)  # what made it fail may be in its KV
+        try:
+            entry.sink.fail(error)
+        except Exception:
+            logger.exception("a request's end could not be handed on")
+
+    def _change_epoch(self, kv_epoch: int) -> None:
+        """The cache was replaced under the stream: nothing of it holds any more, every row starts over from its ids."""
+        for entry in list(self.rows):
+            self._requeue(entry, tell_shard=True)
+        self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
+        self._kv_epoch = kv_epoch
+
+    def _renew_allocator(self, num_blocks: int, block_size: int) -> None:
+        assert not self.rows, "a row would keep blocks of a pool that is gone"
+        self.allocator = _make_allocator(self._config.prefix_caching, num_blocks, block_size)
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _pool_tokens(self) -> int:
+        return (self.allocator.num_blocks - 1) * self.allocator.block_size
+
+    def _fits_alone(self, entry: Entry) -> bool:
+        return blocks_for(entry.limit, self.allocator.block_size) < self.allocator.num_blocks
+
+    def _count(self, step: Step, handling_s: float) -> None:
+        timings = step.timings
+        steps = timings.steps or 1
+        if not timings.prefill_tokens:
+            self._gate.count_steps(steps)
+        if not step.handles and not step.progress_handles:
+            return
+        stats = self.stats
+        method: Method = "prefill" if timings.prefill_tokens else "decode"
+        stats.inference_count[method] += steps
+        stats.inference_success[method] += steps
+        stats.rows_waiting = step.rows_waiting
+        forward_s, collect_s = timings.forward_ns / steps / 1e9, timings.collect_ns / steps / 1e9
+        whole_s = timings.plan_ns / steps / 1e9 + forward_s + collect_s + handling_s
+        stats.observe("tgi_batch_inference_duration", whole_s, method)
+        stats.observe("tgi_batch_forward_duration", forward_s, method)
+        stats.observe("tgi_batch_decode_duration", collect_s, method)
+        stats.observe("tgi_batch_filter_duration", handling_s, method)
+        if self._config.speculate and step.num_tokens:
+            for count in step.num_tokens:
+                stats.observe("tgi_request_skipped_tokens", count - 1, None)
+
+    def _update_gauges(self) -> None:
+        stats, allocator = self.stats, self.allocator
+        stats.queue_size = len(self.queue)
+        stats.batch_current_size = len(self.rows)
+        stats.batch_current_max_tokens = self.rows.room
+        stats.blocks_free = allocator.num_free
+        stats.blocks_cached = allocator.num_available - allocator.num_free
+
+
+def _make_allocator(prefix_caching: bool, num_blocks: int, block_size: int) -> Allocator:
+    return (RadixAllocator if prefix_caching else SimpleAllocator)(num_blocks, block_size)

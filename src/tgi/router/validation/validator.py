@@ -1,0 +1,108 @@
+"""What a request asks for -> ValidRequest: checks, tokenises, fills the defaults. Knows no HTTP, nor who serves it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tgi.errors import InvalidRequest
+from tgi.router.schema.generate import GenerateParameters
+from tgi.router.validation.door import Door
+from tgi.router.validation.lengths import LengthRule, check_truncate, max_new_tokens
+from tgi.router.validation.parameters import (
+    Limits,
+    check_parameters,
+    check_streaming,
+    sampling_of,
+    stopping_of,
+)
+from tgi.router.validation.request import ValidRequest
+
+_ID_BYTES = 4
+
+
+class Encoded(Protocol):
+    @property
+    def ids(self) -> bytes: ...
+
+
+class Encoder(Protocol):
+    """Text to ids, off the event loop (`tgi.text.pool`)."""
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Encoded: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request as its door understood it, not yet checked."""
+
+    inputs: str
+    parameters: GenerateParameters
+    door: Door
+    is_streaming: bool = False
+    received_at: float = 0.0  # time.perf_counter()
+    traceparent: str = ""
+
+
+def random_seed() -> int:
+    return secrets.randbits(64)
+
+
+class Validator:
+    def __init__(
+        self,
+        encoder: Encoder,
+        limits: Limits,
+        tokenizer_vocab_size: int,
+        draw_seed: Callable[[], int] = random_seed,
+    ) -> None:
+        self._encoder = encoder
+        self._limits = limits
+        self._draw_seed = draw_seed
+        # Only a tokenizer with more ids than the model has rows can write an id that hurts the device.
+        self._ids_may_exceed = tokenizer_vocab_size > limits.vocab_size
+
+    async def validate(self, wish: Wish) -> ValidRequest:
+        """Raises InvalidRequest, ContextTooLong among it, for the first thing that is wrong."""
+        parameters, door, limits = wish.parameters, wish.door, self._limits
+        if wish.is_streaming:
+            check_streaming(parameters)
+        check_parameters(parameters, door, limits)
+        if not wish.inputs:
+            raise InvalidRequest(f"`{door.inputs}` cannot be empty", door.inputs)
+        rule = LengthRule(
+            limits.max_input_tokens, limits.max_total_tokens, door.inputs, door.max_new_tokens, door.cut_to_fit
+        )
+        check_truncate(parameters.truncate, rule)
+        prompt_ids = (await self._encoder.encode(wish.inputs, door.add_special_tokens)).ids
+        if parameters.truncate is not None:
+            prompt_ids = prompt_ids[-parameters.truncate * _ID_BYTES :]
+        if not prompt_ids:
+            raise InvalidRequest(f"`{door.inputs}` has no tokens", door.inputs)
+        room = max_new_tokens(len(prompt_ids) // _ID_BYTES, parameters.max_new_tokens, rule)
+        stopping = stopping_of(parameters, door, room)
+        self._check_vocabulary(prompt_ids, door)
+        return ValidRequest(
+            prompt_ids=prompt_ids,
+            prompt_text=wish.inputs,
+            sampling=sampling_of(parameters, door, limits, self._draw_seed),
+            stopping=stopping,
+            top_n=parameters.top_n_tokens or 0,
+            priority=parameters.priority or 0,
+            use_cache=parameters.cache is not False,
+            cache_salt=parameters.cache_salt or "",
+            traceparent=wish.traceparent,
+            received_at=wish.received_at,
+        )
+
+    def _check_vocabulary(self, prompt_ids: bytes, door: Door) -> None:
+        if not self._ids_may_exceed:
+            return
+        largest = max(memoryview(prompt_ids).cast("I"))
+        if largest >= self._limits.vocab_size:
+            raise InvalidRequest(
+                f"`{door.inputs}` has the token id {largest}, but the model knows ids below {self._limits.vocab_size}",
+                door.inputs,
+            )

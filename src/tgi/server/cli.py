@@ -1,0 +1,138 @@
+"""text-generation-server: serve, download-weights, quantize. Parses, then hands over; torch loads with `serve` only."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from tgi import __version__, hub
+from tgi.errors import StartupError, TgiError
+from tgi.observability.logging import setup_logging
+
+log = logging.getLogger(__name__)
+
+# A thread that spins while it waits takes the router's core from it.
+SHARD_THREADING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+# Three threads share the interpreter; one that computes must give way sooner than the default 5 ms.
+SWITCH_INTERVAL_S = 0.0002
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="The model server: one process per device.")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"text-generation-server {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True)] = False,
+) -> None:
+    """The model server: one process per device."""
+
+
+@app.command()
+def serve(
+    model_id: str,
+    revision: str | None = None,
+    sharded: Annotated[bool, typer.Option("--sharded/--no-sharded")] = False,
+    quantize: str | None = None,
+    speculate: int | None = None,
+    dtype: str | None = None,
+    kv_cache_dtype: str | None = None,
+    trust_remote_code: bool = False,
+    uds_path: str = "/tmp/text-generation-server",
+    logger_level: str = "INFO",
+    json_output: bool = False,
+    otlp_endpoint: str | None = None,
+    otlp_service_name: str = "text-generation-inference.server",
+    max_input_tokens: int | None = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights made on the device")] = "auto",
+) -> None:
+    """Serve one rank of a model on a Unix socket."""
+    setup_logging("shard", logger_level, json_output)
+
+    def run() -> int:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        from tgi import env
+
+        env.set_defaults(SHARD_THREADING)
+        # torch and all that needs it: after the environment above, which its thread pool reads as it loads.
+        from tgi.server.platforms.detect import detect
+        from tgi.server.resolve import ServeArgs, resolve
+        from tgi.server.serve import serve as run_server
+
+        args = ServeArgs(
+            model_id=model_id,
+            revision=revision,
+            sharded=sharded,
+            quantize=quantize,
+            speculate=speculate,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            trust_remote_code=trust_remote_code,
+            uds_path=uds_path,
+            otlp_endpoint=otlp_endpoint,
+            otlp_service_name=otlp_service_name,
+            max_input_tokens=max_input_tokens,
+            load_format=load_format,
+        )
+        return run_server(resolve(args, hub.locate(model_id, revision), detect()))
+
+    _run(run)
+
+
+@app.command("download-weights")
+def download_weights(
+    model_id: str,
+    revision: str | None = None,
+    extension: str = ".safetensors",
+    auto_convert: Annotated[bool, typer.Option("--auto-convert/--no-auto-convert")] = True,
+    logger_level: str = "INFO",
+    json_output: bool = False,
+    trust_remote_code: bool = False,
+    merge_lora: bool = False,
+) -> None:
+    """Fetch a model's files into the hub's cache."""
+    setup_logging("shard", logger_level, json_output)
+
+    def run() -> int:
+        if extension != ".safetensors":
+            raise StartupError(f"--extension {extension} is not supported: only .safetensors weights are fetched")
+        log.info("Files are present at %s", hub.download(model_id, revision))
+        return 0
+
+    _run(run)
+
+
+@app.command()
+def quantize(model_id: str, output_dir: str) -> None:
+    """Quantise a model (not there yet)."""
+    setup_logging("shard")
+
+    def run() -> int:
+        raise StartupError("the quantize command is not supported yet; serve the model unquantised")
+
+    _run(run)
+
+
+def _run(program: Callable[[], int]) -> None:
+    """The exit code, and one line for what went wrong."""
+    try:
+        code = program()
+    except TgiError as error:
+        log.error("Error: %s", error)
+        code = 1
+    except Exception as error:
+        log.exception("Error: the model server failed: %s", error)
+        code = 1
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    app()

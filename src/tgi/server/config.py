@@ -1,0 +1,32 @@
+"""ShardConfig: every decision of `text-generation-server serve`, taken before the model is built. Frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgi.enums import Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    model_id: str
+    model_path: Path  # a directory with config.json, or a .gguf file
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    uds_path: str  # prefix; rank r binds f"{uds_path}-{r}"
+    dtype: Dtype
+    device: str  # "cpu", "cuda:0"
+    attention: str
+    block_size: int
+    prefix_caching: bool
+    prefill_chunking: bool
+    prompt_logprobs: bool
+    wiggle_room: float  # fraction of the free memory that the KV cache may use
+    cuda_memory_fraction: float
+    max_batch_size: int | None
+    load_format: str = "auto"  # "dummy": random weights made on the device
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = "text-generation-inference.server"

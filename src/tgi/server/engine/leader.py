@@ -1,0 +1,263 @@
+"""Rank 0 tells the other ranks what to run. Plans hold every decision of the host, so all ranks launch the same work
+in the same order; only rank 0 samples, and its ids come back by a broadcast on the device.
+
+Plans travel over one TCP connection per follower, on the loopback interface inside a host: one mechanism for one host
+and for many, and never through the collective library, whose queue belongs to the forward. A plan is sent before rank 0
+launches, so its way is hidden behind the launch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+
+import msgspec
+import numpy as np
+import torch
+
+from tgi.errors import StartupError, TgiError
+from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.distributed.group import Group
+from tgi.server.engine.device import Chosen
+from tgi.server.engine.runner import ModelRunner
+from tgi.shard_client.messages import Admit
+
+log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct("<I")
+TOKEN_BYTES = 16
+CONNECT_TIMEOUT_S = 60.0
+
+
+class GroupBroken(TgiError):
+    """A rank is gone. Ranks live and die together."""
+
+
+class _Blocks(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    first: int
+    numbers: bytes  # int32
+
+
+class _Changes(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
+    removed: list[int]
+    blocks: list[_Blocks]
+
+
+class _Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+    number: int
+    handles: bytes
+    rows: bytes
+    starts: bytes
+    query_lens: bytes
+    samples: bytes
+    from_device: bytes
+    ids: bytes
+
+
+class _Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
+    num_blocks: int
+    max_rows: int
+    max_row_tokens: int
+
+
+class _FreeMemory(msgspec.Struct, frozen=True, array_like=True, tag="free_memory"):
+    """Take part in the collective that finds the smallest free memory."""
+
+
+class _Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """The end: the follower leaves its loop."""
+
+
+_Message = _Changes | _Launch | _Allocate | _FreeMemory | _Stop
+
+
+class Wire:
+    """Length-prefixed messages over one socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        self._socket = connection
+        self._decoder = msgspec.msgpack.Decoder(_Message)
+
+    def send(self, payload: bytes) -> None:
+        try:
+            self._socket.sendall(LENGTH.pack(len(payload)) + payload)
+        except OSError as error:
+            raise GroupBroken(f"a rank of this group has gone away: {error}") from error
+
+    def receive(self) -> _Message:
+        (length,) = LENGTH.unpack(self.read(LENGTH.size))
+        return self._decoder.decode(self.read(length))
+
+    def read(self, length: int) -> bytes:
+        received = bytearray()
+        while len(received) < length:
+            try:
+                piece = self._socket.recv(length - len(received))
+            except OSError as error:
+                raise GroupBroken(f"rank 0 of this group has gone away: {error}") from error
+            if not piece:
+                raise GroupBroken("rank 0 of this group has gone away")
+            received += piece
+        return bytes(received)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _encode_plan(plan: StepPlan) -> _Launch:
+    return _Launch(
+        plan.number,
+        plan.handles.tobytes(),
+        plan.rows.tobytes(),
+        plan.starts.tobytes(),
+        plan.query_lens.tobytes(),
+        plan.samples.tobytes(),
+        plan.from_device.tobytes(),
+        plan.ids.tobytes(),
+    )
+
+
+def _decode_plan(message: _Launch) -> StepPlan:
+    return StepPlan(
+        number=message.number,
+        handles=np.frombuffer(message.handles, np.uint64),
+        rows=np.frombuffer(message.rows, np.int64),
+        starts=np.frombuffer(message.starts, np.int64),
+        query_lens=np.frombuffer(message.query_lens, np.int64),
+        samples=np.frombuffer(message.samples, np.bool_),
+        from_device=np.frombuffer(message.from_device, np.bool_),
+        ids=np.frombuffer(message.ids, np.int64),
+    )
+
+
+class LeaderDevice:
+    """The Device of rank 0: tells the followers, then does the same itself. A world of one has no followers."""
+
+    def __init__(self, runner: ModelRunner, followers: list[Wire]) -> None:
+        self._runner = runner
+        self.followers = followers
+        self._encoder = msgspec.msgpack.Encoder()
+        self.depth = runner.depth
+
+    def _tell(self, message: _Message) -> None:
+        if self.followers:
+            payload = self._encoder.encode(message)
+            for follower in self.followers:
+                follower.send(payload)
+
+    def check(self, admit: Admit) -> str | None:
+        return self._runner.check(admit)
+
+    def apply(self, changes: RowChanges) -> None:
+        # Followers keep no sampling state: of new and removed rows they need the blocks alone.
+        blocks = [_Blocks(row, first, numbers.tobytes()) for row, first, numbers in changes.blocks]
+        if blocks or changes.removed:
+            self._tell(_Changes(changes.removed, blocks))
+        self._runner.apply(changes)
+
+    def launch(self, plan: StepPlan) -> object:
+        self._tell(_encode_plan(plan))
+        return self._runner.launch(plan)
+
+    def collect(self, launched: object) -> Chosen:
+        return self._runner.collect(launched)
+
+    def idle(self) -> None:
+        self._runner.idle()
+
+    # --- warm-up -----------------------------------------------------------
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._runner
+
+    def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int) -> None:
+        self._tell(_Allocate(num_blocks, max_rows, max_row_tokens))
+        self._runner.allocate(num_blocks, max_rows, max_row_tokens)
+
+    def smallest(self, free_bytes: int) -> int:
+        """The minimum of a number over the ranks; followers answer with their own free memory."""
+        self._tell(_FreeMemory())
+        return _smallest(self._runner, free_bytes)
+
+    def stop(self) -> None:
+        try:
+            self._tell(_Stop())
+        except GroupBroken:
+            log.warning("a follower had gone before the stop")
+        for follower in self.followers:
+            follower.close()
+
+
+def _smallest(runner: ModelRunner, free_bytes: int) -> int:
+    if runner.group.world_size == 1:
+        return free_bytes
+    gathered = runner.group.all_gather(torch.tensor([free_bytes], dtype=torch.int64, device=runner.device), dim=0)
+    return int(gathered.min())
+
+
+def gather_followers(group: Group, master_addr: str, device: torch.device) -> list[Wire]:
+    """Rank 0: listen on a free port, tell it and a secret to the group, wait for every other rank."""
+    if group.world_size == 1:
+        return []
+    with socket.create_server((master_addr, 0)) as server:
+        server.settimeout(CONNECT_TIMEOUT_S)
+        secret = secrets.token_bytes(TOKEN_BYTES)
+        port = int(server.getsockname()[1])
+        greeting = torch.tensor([port, *secret], dtype=torch.int64, device=device)
+        group.broadcast_(greeting)
+        wires: list[Wire] = []
+        while len(wires) < group.world_size - 1:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError as error:
+                raise StartupError(
+                    f"only {len(wires)} of {group.world_size - 1} other ranks connected to rank 0 "
+                    f"in {CONNECT_TIMEOUT_S:.0f} s"
+                ) from error
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            wire = Wire(connection)
+            # A port is open to every process of the host: only those that the group has told may join.
+            if hmac.compare_digest(wire.read(TOKEN_BYTES), secret):
+                wires.append(wire)
+            else:
+                wire.close()
+    return wires
+
+
+def join_leader(group: Group, master_addr: str, device: torch.device) -> Wire:
+    greeting = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64, device=device)
+    group.broadcast_(greeting)
+    port, *secret = greeting.tolist()
+    connection = socket.create_connection((master_addr, port), CONNECT_TIMEOUT_S)
+    connection.sendall(bytes(secret))
+    return Wire(connection)
+
+
+def follow(runner: ModelRunner, wire: Wire, free_bytes: int) -> None:
+    """What every rank but 0 does until the leader says stop. Raises GroupBroken when the leader is gone."""
+    try:
+        while not isinstance(message := wire.receive(), _Stop):
+            _obey(runner, message, free_bytes)
+    finally:
+        wire.close()
+
+
+def _obey(runner: ModelRunner, message: _Changes | _Launch | _Allocate | _FreeMemory, free_bytes: int) -> None:
+    match message:
+        case _Launch():
+            runner.launch(_decode_plan(message))
+        case _Changes():
+            blocks = [(entry.row, entry.first, np.frombuffer(entry.numbers, np.int32)) for entry in message.blocks]
+            runner.apply(RowChanges(message.removed, [], blocks))
+        case _Allocate():
+            runner.allocate(message.num_blocks, message.max_rows, message.max_row_tokens)
+        case _FreeMemory():
+            _smallest(runner, free_bytes)

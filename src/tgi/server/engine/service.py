@@ -1,0 +1,113 @@
+"""Shard: what the RPC rooms may ask of a running model server. Joins warm-up, engine and loop; knows no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tgi.enums import Phase
+from tgi.errors import InvalidRequest
+from tgi.server.batch.table import RequestTable
+from tgi.server.engine.engine import Engine
+from tgi.server.engine.leader import LeaderDevice
+from tgi.server.engine.liveness import Liveness
+from tgi.server.engine.loop import Loop
+from tgi.server.engine.outbox import Outbox
+from tgi.server.engine.warmup import WarmUp
+from tgi.shard_client.messages import Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
+
+
+class NotWarm(InvalidRequest):
+    """The KV cache has no size yet: Warmup comes first."""
+
+
+class StreamIsOpen(InvalidRequest):
+    """Stepping by hand is refused while a router holds the stream."""
+
+
+class Shard:
+    """Every method may be called from any thread."""
+
+    def __init__(self, info: ShardInfo, device: LeaderDevice, warm_up: WarmUp, loop: Loop, liveness: Liveness) -> None:
+        self._info = info
+        self._device = device
+        self._warm_up = warm_up
+        self._loop = loop
+        self._liveness = liveness
+        self._warm: WarmupResult | None = None
+
+    def info(self) -> ShardInfo:
+        return self._info
+
+    def health(self) -> Health:
+        return self._liveness.read()
+
+    @property
+    def is_warm(self) -> bool:
+        return self._warm is not None
+
+    @property
+    def warm(self) -> WarmupResult | None:
+        return self._warm
+
+    def warmup(self, request: WarmupRequest) -> WarmupResult:
+        """Size the cache. Once: a later call, whatever it asks, returns the first answer."""
+        return self._loop.call(lambda: self._warmup(request))
+
+    def _warmup(self, request: WarmupRequest) -> WarmupResult:
+        if self._warm is None:
+            self._liveness.enter(Phase.COMPILING)
+            result, limits = self._warm_up.run(request)
+            table = RequestTable(result.max_rows, result.block_size)
+            self._loop.install(Engine(self._device, table, limits))
+            self._warm = result
+        return self._warm
+
+    # --- the stream (generate.v4) -------------------------------------------
+
+    def open_stream(self, outbox: Outbox) -> None:
+        """The newest stream wins. Raises NotWarm before the first Warmup."""
+
+        def opening() -> None:
+            if self._warm is None:
+                raise NotWarm("call Warmup before Generate")
+            self._loop.open_stream(outbox)
+
+        self._loop.call(opening)
+
+    def post(self, outbox: Outbox, command: Command) -> None:
+        self._loop.post(outbox, command)
+
+    def close_stream(self, outbox: Outbox) -> None:
+        self._loop.call(lambda: self._loop.close_stream(outbox))
+
+    def clear(self) -> None:
+        """Drop all rows that are stepped by hand; a stream's rows are the router's."""
+
+        def clearing() -> None:
+            engine = self._loop.engine
+            if engine is not None and not self._loop.has_stream:
+                engine.open()
+
+        self._loop.call(clearing)
+
+    # --- stepping by hand (generate.v3) --------------------------------------
+
+    def step_by_hand(
+        self, command: Command, handles: Sequence[int], chunk_lens: Mapping[int, int] | None = None
+    ) -> Step | None:
+        """Apply `command`, then run exactly these rows for one step: launch and collect, with nothing in between.
+
+        `handles` may be empty: only the command is applied. Raises StreamIsOpen while a router holds the stream,
+        NotWarm before the cache has a size.
+        """
+
+        def stepping() -> Step | None:
+            engine = self._loop.engine
+            if self._loop.has_stream:
+                raise StreamIsOpen("a generate.v4 stream is open: generate.v3 calls are refused until it ends")
+            if engine is None:
+                raise NotWarm("call Warmup first")
+            engine.apply(command)
+            return engine.step(handles, chunk_lens) if handles else None
+
+        return self._loop.call(stepping)

@@ -1,0 +1,241 @@
+"""Warm-up: run the worst legal step, measure what is left, size the KV cache, measure the speeds that planning needs.
+
+Done once on the device's thread; the answer is kept. The only place in serving that waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tgi.errors import StartupError
+from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.config import ShardConfig
+from tgi.server.engine.engine import Limits
+from tgi.server.engine.leader import LeaderDevice
+from tgi.server.engine.plan import PrefillBudget
+from tgi.server.platforms.platform import Platform
+from tgi.shard_client.messages import Admit, Sampling, Stopping, WarmupRequest, WarmupResult
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+GIB = 1 << 30
+# A CPU's memory belongs to other programs too: a KV cache that nobody asked for stays modest.
+CPU_KV_SHARE = 4  # a quarter of what the weights leave
+CPU_KV_LIMIT = 2 * GIB
+GAP_S = {"cpu": 0.2, "cuda": 0.05}  # longest step while rows decode
+RUN_AHEAD_S = 0.05
+WINDOW_RANGE = (4, 64)
+SPEED_PROMPT = 256  # tokens of the prompt that measures prefill speed: enough to leave the launch cost behind
+SPEED_DECODES = 4
+DEFAULT_MAX_POSITION = 4096  # for a config that names none
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    max_input_tokens: int
+    max_total_tokens: int
+    num_blocks: int
+
+
+def size_cache(
+    request: WarmupRequest,
+    *,
+    block_size: int,
+    bytes_per_block: int,
+    kv_bytes: int,
+    at_most_bytes: int,
+    max_position: int,
+) -> Sizes:
+    """Pure: how many blocks, and the length limits that follow.
+
+    `kv_bytes` is what the cache gets unless asked otherwise, `at_most_bytes` what it can get at all. Raises
+    StartupError with the numbers when the asked lengths or tokens do not fit.
+    """
+    blocks_possible = at_most_bytes // bytes_per_block
+    if request.max_batch_total_tokens is not None:
+        usable = -(-request.max_batch_total_tokens // block_size)
+        if usable + 1 > blocks_possible:
+            needed = (usable + 1) * bytes_per_block
+            raise StartupError(
+                f"--max-batch-total-tokens {request.max_batch_total_tokens} needs {needed / MIB:.0f} MiB "
+                f"for the KV cache, but {at_most_bytes / MIB:.0f} MiB are free: "
+                f"at most {max(0, blocks_possible - 1) * block_size} tokens fit; lower it, or leave it out"
+            )
+    else:
+        usable = max(0, kv_bytes // bytes_per_block - 1)
+        wanted = -(-request.max_total_tokens // block_size) if request.max_total_tokens is not None else 1
+        if usable < wanted:
+            usable = min(wanted, blocks_possible - 1)
+    tokens = usable * block_size
+    max_total = request.max_total_tokens if request.max_total_tokens is not None else min(tokens, max_position)
+    if max_total > tokens or max_total < 2:
+        raise StartupError(
+            f"Not enough memory to handle `max_total_tokens={max_total}`: the KV cache holds {max(0, tokens)} tokens "
+            f"({at_most_bytes / MIB:.0f} MiB free); lower --max-total-tokens or free memory"
+        )
+    max_input = request.max_input_tokens if request.max_input_tokens is not None else max_total - 1
+    if max_input >= max_total:
+        raise StartupError(f"`max_input_tokens` ({max_input}) must be < `max_total_tokens` ({max_total})")
+    return Sizes(max_input, max_total, usable + 1)
+
+
+class WarmUp:
+    """Sizes the cache of one device once; a later call returns the same answer."""
+
+    def __init__(self, device: LeaderDevice, config: ShardConfig, platform: Platform, max_position: int | None) -> None:
+        self._device = device
+        self._runner = device.runner
+        self._config = config
+        self._platform = platform
+        self._max_position = max_position or DEFAULT_MAX_POSITION
+
+    def run(self, request: WarmupRequest) -> tuple[WarmupResult, Limits]:
+        runner = self._runner
+        shape = runner.model.cache_shape
+        backend = runner.backend
+        bytes_per_block = backend.bytes_per_block(shape.num_layers, shape.num_kv_heads, shape.head_dim, runner.dtype)
+        on_cpu = runner.device.type == "cpu"
+        at_most = self._free_bytes()
+        if not on_cpu:
+            at_most -= self._worst_step(request)
+        kv_bytes = min(at_most // CPU_KV_SHARE, CPU_KV_LIMIT) if on_cpu else at_most
+        sizes = size_cache(
+            request,
+            block_size=backend.block_size,
+            bytes_per_block=bytes_per_block,
+            kv_bytes=kv_bytes,
+            at_most_bytes=at_most,
+            max_position=self._max_position,
+        )
+        self._device.allocate(sizes.num_blocks, request.max_rows, sizes.max_total_tokens)
+        decode_s, prefill_rate = self._speeds(sizes)
+        window = min(max(math.floor(RUN_AHEAD_S / decode_s), WINDOW_RANGE[0]), WINDOW_RANGE[1])
+        gap_tokens = max(backend.block_size, int(prefill_rate * GAP_S.get(runner.device.type, 0.05)))
+        budget = PrefillBudget(
+            alone=request.max_batch_prefill_tokens,
+            beside_decode=min(gap_tokens, request.max_batch_prefill_tokens),
+            chunked=self._config.prefill_chunking,
+        )
+        log.info(
+            "Warmed up: %d KV tokens in %d blocks (%.0f MiB), decode step %.1f ms, prefill %.0f tokens/s, window %d",
+            (sizes.num_blocks - 1) * backend.block_size,
+            sizes.num_blocks,
+            sizes.num_blocks * bytes_per_block / MIB,
+            decode_s * 1e3,
+            prefill_rate,
+            window,
+        )
+        result = WarmupResult(
+            max_input_tokens=sizes.max_input_tokens,
+            max_total_tokens=sizes.max_total_tokens,
+            max_batch_total_tokens=(sizes.num_blocks - 1) * backend.block_size,
+            num_blocks=sizes.num_blocks,
+            block_size=backend.block_size,
+            max_rows=request.max_rows,
+        )
+        limits = Limits(
+            window=window,
+            budget=budget,
+            num_blocks=sizes.num_blocks,
+            kv_epoch=secrets.randbits(64),
+            world_size=self._config.world_size,
+        )
+        return result, limits
+
+    def _free_bytes(self) -> int:
+        """What the KV cache may take on every rank, in bytes."""
+        return self._device.smallest(free_bytes(self._platform, self._runner.device, self._config))
+
+    def _worst_step(self, request: WarmupRequest) -> int:
+        """Bytes that the largest legal step needs beside weights and cache: it is run once, on a cache made for it,
+        with all its rows sampling."""
+        backend, tokens = self._runner.backend, request.max_batch_prefill_tokens
+        num_rows = max(1, min(request.max_rows, tokens // 2))
+        each = tokens // num_rows
+        blocks_each = -(-each // backend.block_size)
+        self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
+        torch.cuda.reset_peak_memory_stats(self._runner.device)
+        before = torch.cuda.memory_allocated(self._runner.device)
+        try:
+            self._prompts(num_rows, each, blocks_each)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"Not enough memory to handle {tokens} prefill tokens. You need to decrease --max-batch-prefill-tokens"
+            ) from error
+        return torch.cuda.max_memory_allocated(self._runner.device) - before
+
+    def _speeds(self, sizes: Sizes) -> tuple[float, float]:
+        """(seconds of the fastest decode step at batch 1, prompt tokens per second)."""
+        block_size = self._runner.backend.block_size
+        room = min(sizes.max_total_tokens, (sizes.num_blocks - 1) * block_size)
+        length = max(1, min(SPEED_PROMPT, room - SPEED_DECODES - 1))
+        blocks = min(sizes.num_blocks - 1, -(-(length + SPEED_DECODES + 1) // block_size))
+        fastest_prompt = min(self._prompts(1, length, blocks) for _ in range(2))
+        decodes = min(SPEED_DECODES, blocks * block_size - length)
+        fastest_decode = min((self._decode(length + index) for index in range(decodes)), default=fastest_prompt)
+        self._device.apply(RowChanges(removed=[1], added=[], blocks=[]))
+        return max(fastest_decode, 1e-4), length / max(fastest_prompt, 1e-6)
+
+    def _prompts(self, num_rows: int, length: int, blocks_each: int) -> float:
+        """Read `num_rows` prompts in one step; seconds. Rows 1… stay, blocks 1… are theirs."""
+        vocab_size = self._runner.model.vocab_size
+        prompt = (np.arange(length) * 7919 % vocab_size).astype(np.uint32)
+        sampling = Sampling(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1)
+        rows = np.arange(1, num_rows + 1, dtype=np.int64)
+        added = [
+            (row, Admit(row, prompt.tobytes(), b"", 0, b"", sampling, Stopping(max_new_tokens=length)))
+            for row in rows.tolist()
+        ]
+        blocks = np.arange(1, num_rows * blocks_each + 1, dtype=np.int32).reshape(num_rows, blocks_each)
+        self._device.apply(RowChanges([], added, [(row, 0, blocks[row - 1]) for row in rows.tolist()]))
+        return self._timed(
+            StepPlan(
+                number=0,
+                handles=rows.astype(np.uint64),
+                rows=rows,
+                starts=np.zeros(num_rows, np.int64),
+                query_lens=np.full(num_rows, length, np.int64),
+                samples=np.ones(num_rows, np.bool_),
+                from_device=np.zeros(num_rows, np.bool_),
+                ids=np.tile(prompt, num_rows).astype(np.int64),
+            )
+        )
+
+    def _decode(self, position: int) -> float:
+        one = np.ones(1, np.int64)
+        return self._timed(
+            StepPlan(
+                number=0,
+                handles=np.ones(1, np.uint64),
+                rows=one,
+                starts=np.full(1, position, np.int64),
+                query_lens=one,
+                samples=np.ones(1, np.bool_),
+                from_device=np.ones(1, np.bool_),
+                ids=np.zeros(1, np.int64),
+            )
+        )
+
+    def _timed(self, plan: StepPlan) -> float:
+        started = time.perf_counter()
+        self._device.collect(self._device.launch(plan))
+        return time.perf_counter() - started
+
+
+def free_bytes(platform: Platform, device: torch.device, config: ShardConfig) -> int:
+    """Memory of this rank that the KV cache may take, wiggle room left out."""
+    free = platform.free_memory(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        _, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - config.cuda_memory_fraction * config.wiggle_room) * total))
+    # Ranks on one CPU share its memory.
+    return int(free * config.wiggle_room) // config.world_size

@@ -1,0 +1,39 @@
+"""Scheme: the form in which a linear layer's weight is kept and applied. Layers decide what a rank keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tgi.server.ops.matmul import LinearKernel
+from tgi.server.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a checkpoint module's weight, of full extent where this rank keeps all of it."""
+
+    module: str  # "model.layers.0.self_attn.q_proj"
+    shape: tuple[int, int]  # [out, in] of the module's whole weight
+    rows: slice  # output features of this rank
+    columns: slice  # input features of this rank
+    bias: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns.stop - self.columns.start
+
+
+class Scheme(Protocol):
+    def load(
+        self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+    ) -> LinearKernel:
+        """One linear map whose outputs are the parts' rows, one part after the other."""
+        ...

@@ -1,0 +1,108 @@
+"""Flags, environment and machine -> ShardConfig: every automatic choice of `serve`, once. Builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgi import env
+from tgi.enums import Dtype
+from tgi.errors import StartupError
+from tgi.server.attention.select import select_backend
+from tgi.server.config import ShardConfig
+from tgi.server.platforms.platform import Platform
+
+DEFAULT_WIGGLE_ROOM = 0.90
+MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArgs:
+    """The command line of `serve`, as typed."""
+
+    model_id: str
+    revision: str | None = None
+    sharded: bool = False
+    quantize: str | None = None
+    speculate: int | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    trust_remote_code: bool = False
+    uds_path: str = "/tmp/text-generation-server"
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = "text-generation-inference.server"
+    max_input_tokens: int | None = None
+    load_format: str = "auto"
+
+
+def resolve(
+    args: ServeArgs, model_path: Path, platform: Platform, source: Mapping[str, str] | None = None
+) -> ShardConfig:
+    """Pure but for reading the environment through `source`. Raises StartupError naming the flag or variable."""
+    for flag, value in (
+        ("--quantize", args.quantize),
+        ("--speculate", args.speculate or None),
+        ("--kv-cache-dtype", args.kv_cache_dtype),
+    ):
+        if value is not None:
+            raise StartupError(f"{flag} {value} is not supported yet; leave it out")
+    rank, world_size = _ranks(args.sharded, source)
+    uds_path = args.uds_path.removeprefix("unix://")
+    socket = f"{uds_path}-{rank}"
+    if len(socket.encode()) > MAX_SOCKET_PATH:
+        raise StartupError(
+            f"The socket path {socket} is longer than {MAX_SOCKET_PATH} bytes; choose a shorter --uds-path"
+        )
+    wiggle_room = env.get("TGI_WIGGLE_ROOM", source)
+    if wiggle_room is None:
+        wiggle_room = DEFAULT_WIGGLE_ROOM
+    if not 0 < wiggle_room < 1:
+        raise StartupError(f"TGI_WIGGLE_ROOM must be between 0 and 1, both exclusive; it is {wiggle_room}")
+    backend = select_backend(env.get("ATTENTION", source), platform.device_type)
+    prefix_caching = env.get("PREFIX_CACHING", source)
+    if args.load_format not in ("auto", "dummy"):
+        raise StartupError(f"--load-format {args.load_format} is not known: choose auto or dummy")
+    return ShardConfig(
+        model_id=args.model_id,
+        model_path=model_path,
+        rank=rank,
+        world_size=world_size,
+        master_addr=env.get("MASTER_ADDR", source),
+        master_port=env.get("MASTER_PORT", source),
+        uds_path=uds_path,
+        dtype=_dtype(args.dtype, platform),
+        device=f"cuda:{rank}" if platform.device_type == "cuda" else platform.device_type,
+        attention=backend.name,
+        block_size=backend.block_size,
+        prefix_caching=True if prefix_caching is None else prefix_caching,
+        prefill_chunking=env.get("PREFILL_CHUNKING", source),
+        prompt_logprobs=False,
+        wiggle_room=wiggle_room,
+        cuda_memory_fraction=env.get("CUDA_MEMORY_FRACTION", source),
+        max_batch_size=env.get("MAX_BATCH_SIZE", source),
+        load_format=args.load_format,
+        otlp_endpoint=args.otlp_endpoint,
+        otlp_service_name=args.otlp_service_name,
+    )
+
+
+def _ranks(sharded: bool, source: Mapping[str, str] | None) -> tuple[int, int]:
+    if not sharded:
+        return 0, 1
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.is_set(name, source)]
+    if missing:
+        raise StartupError(f"--sharded needs the environment variables {', '.join(missing)}")
+    rank, world_size = env.get("RANK", source), env.get("WORLD_SIZE", source)
+    if not 0 <= rank < world_size:
+        raise StartupError(f"RANK {rank} must be at least 0 and below WORLD_SIZE {world_size}")
+    return rank, world_size
+
+
+def _dtype(asked: str | None, platform: Platform) -> Dtype:
+    if asked is None:
+        return platform.default_dtype
+    try:
+        return Dtype(asked)
+    except ValueError:
+        raise StartupError(f"--dtype {asked} is not known: choose {', '.join(Dtype)}") from None

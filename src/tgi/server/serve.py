@@ -1,0 +1,161 @@
+"""Build the model, the engine and the socket of one rank, then run until signalled."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from concurrent import futures
+from pathlib import Path
+from types import FrameType
+
+import grpc
+import torch
+
+from tgi import env
+from tgi.errors import StartupError
+from tgi.model_config import ModelConfig, read_model_config
+from tgi.proto.v3 import generate_pb2_grpc as v3_rpc
+from tgi.proto.v4 import generate_pb2_grpc as v4_rpc
+from tgi.server.attention.select import select_backend
+from tgi.server.config import ShardConfig
+from tgi.server.distributed.group import Group, make_group
+from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
+from tgi.server.engine.liveness import Liveness
+from tgi.server.engine.loop import Loop
+from tgi.server.engine.runner import ModelRunner
+from tgi.server.engine.service import Shard
+from tgi.server.engine.warmup import WarmUp, free_bytes
+from tgi.server.models.registry import build_model
+from tgi.server.platforms.detect import platform_of
+from tgi.server.platforms.platform import Platform
+from tgi.server.rpc.interceptors import ErrorInterceptor
+from tgi.server.rpc.v3 import V3Service
+from tgi.server.rpc.v4 import FollowerService, V4Service
+from tgi.server.weights.checkpoint import Checkpoint, open_checkpoint
+from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
+from tgi.shard_client.messages import ShardInfo
+
+log = logging.getLogger(__name__)
+
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+RPC_THREADS = 16  # a stream holds one while it lasts; health must always find one
+STOP_GRACE_S = 2.0
+
+
+def serve(config: ShardConfig) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. Raises StartupError with one line for the operator."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    device = torch.device(config.device)
+    platform = platform_of(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads = env.get("OMP_NUM_THREADS")
+    if device.type == "cpu" and threads is None and config.world_size > 1:
+        # Ranks share the cores: more threads than cores would spin against each other.
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.world_size))
+    group = make_group(config.rank, config.world_size, config.master_addr, config.master_port, device)
+    try:
+        runner, model_config = _load(config, group, device)
+        if config.rank == 0:
+            return _lead(config, model_config, runner, platform, stop)
+        return _follow(config, runner, platform, stop)
+    finally:
+        group.close()
+
+
+def _load(config: ShardConfig, group: Group, device: torch.device) -> tuple[ModelRunner, ModelConfig]:
+    started = time.perf_counter()
+    log.info("Loading %s (%s, %s)", config.model_id, config.dtype, config.device)
+    model_config = read_model_config(config.model_path)
+    dtype = getattr(torch, config.dtype)
+    if config.load_format == "dummy":
+        checkpoint: Checkpoint = DummyCheckpoint(dtype, device)
+    else:
+        checkpoint = open_checkpoint(config.model_path)
+    try:
+        model = build_model(model_config, checkpoint, dtype, device, group)
+    finally:
+        checkpoint.close()
+    backend = select_backend(config.attention, device.type, config.block_size)
+    shape = model.cache_shape
+    backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
+    log.info("Loaded in %.1f s", time.perf_counter() - started)
+    return ModelRunner(model, backend, device, dtype, group), model_config
+
+
+def _lead(
+    config: ShardConfig, model_config: ModelConfig, runner: ModelRunner, platform: Platform, stop: threading.Event
+) -> int:
+    device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
+    liveness = Liveness()
+    loop = Loop(liveness)
+    info = ShardInfo(
+        model_type=model_config.model_type,
+        dtype=config.dtype,
+        device_type=runner.device.type,
+        attention=config.attention,
+        block_size=config.block_size,
+        vocab_size=runner.model.vocab_size,
+        supports_chunking=config.prefill_chunking,
+        prefix_caching=config.prefix_caching,
+        speculate=0,
+        world_size=config.world_size,
+        max_position_embeddings=model_config.max_position_embeddings or 0,
+        prompt_logprobs=config.prompt_logprobs,
+    )
+    warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
+    shard = Shard(info, device, warm_up, loop, liveness)
+    loop.start()
+    server, url = _bind(config)
+    # Only rank 0 is named: it answers for every id.
+    v4_rpc.add_ShardServiceServicer_to_server(V4Service(shard, [url]), server)
+    v3_rpc.add_TextGenerationServiceServicer_to_server(V3Service(shard, config.model_path, [url]), server)
+    server.start()
+    log.info("Server started at %s", url)
+    while not stop.wait(0.2) and not loop.ended.is_set():
+        pass
+    server.stop(STOP_GRACE_S).wait()
+    if loop.ended.is_set():
+        log.error("The device's thread has ended: %s", loop.failure)
+        return 1
+    loop.stop()
+    device.stop()
+    return 0
+
+
+def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform, stop: threading.Event) -> int:
+    wire = join_leader(runner.group, config.master_addr, runner.device)
+    server, url = _bind(config)
+    v4_rpc.add_ShardServiceServicer_to_server(FollowerService(), server)
+    server.start()
+    log.info("Rank %d of %d follows at %s", config.rank, config.world_size, url)
+    # The leader's stop ends this, not the signal: plans may still be on their way. The launcher kills what does not
+    # end.
+    follow(runner, wire, free_bytes(platform, runner.device, config))
+    server.stop(STOP_GRACE_S).wait()
+    return 0
+
+
+def _bind(config: ShardConfig) -> tuple[grpc.Server, str]:
+    path = Path(f"{config.uds_path}-{config.rank}")
+    url = f"unix://{path}"
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=RPC_THREADS, thread_name_prefix="rpc"),
+        interceptors=[ErrorInterceptor()],
+        options=UNLIMITED,
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # left behind by a process that was killed
+        server.add_insecure_port(f"unix:{path}")
+    except (RuntimeError, OSError) as error:
+        raise StartupError(f"Cannot bind the socket {path}: {error}; choose another --uds-path") from error
+    return server, url

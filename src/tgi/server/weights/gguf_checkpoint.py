@@ -1,0 +1,155 @@
+"""Tensors of one GGUF file under the names, and in the row order, of the architecture's safetensors files.
+
+Knows the naming of the format, not its blocks (`gguf_blocks.py`) nor what a model does with a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tgi.errors import StartupError
+from tgi.gguf_file import BadGguf, GgufFile, GgufTensor
+from tgi.server.weights.gguf_blocks import BLOCKS, BlockType, dequantize
+from tgi.server.weights.region import Region, bounds_of, check_shape, missing
+
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Architectures whose converter reorders query and key rows, for a rotation of neighbours instead of halves.
+PERMUTED = frozenset({"llama"})
+BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
+DROP_PAGES_AFTER = 64 << 20  # bytes read
+
+
+class GgufCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = GgufFile(path)
+        except BadGguf as error:
+            raise StartupError(str(error)) from error
+        if self._file.get("split.count", 1) > 1:
+            raise StartupError(f"{path} is one part of a split GGUF, which is not supported; merge it with gguf-split")
+        self._tensors = {checkpoint_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._unread = DROP_PAGES_AFTER
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str, shape: tuple[int, ...], region: Region = ()) -> torch.Tensor:
+        if name not in self._tensors:
+            raise missing(self.path, name)
+        tensor = self._tensors[name]
+        check_shape(self.path, name, tensor.shape, shape)
+        blocks = self._blocks(tensor)
+        bounds = bounds_of(shape, region)
+        sizes = [stop - start for start, stop in bounds]
+        # A vector is a matrix of one column, so that its elements can be reordered as rows are.
+        *outer, (first, last) = bounds if len(shape) > 1 else (*bounds, (0, 1))
+        # Whole blocks that cover the columns asked for: [..., bytes].
+        from_block, to_block = first // blocks.elements, -(-last // blocks.elements)
+        rows = self._rows(name, tensor, blocks, outer)
+        raw = torch.from_numpy(rows[..., from_block * blocks.bytes : to_block * blocks.bytes].copy())
+        self._count(raw.numel())
+        values = dequantize(blocks, raw.view(-1, blocks.bytes)).view(*raw.shape[:-1], -1)
+        start = first - from_block * blocks.elements
+        return values[..., start : start + last - first].reshape(sizes)
+
+    def close(self) -> None:
+        self._tensors = {}
+        self._file.drop_pages()
+
+    def _blocks(self, tensor: GgufTensor) -> BlockType:
+        blocks = BLOCKS.get(tensor.ggml_type)
+        if blocks is None:
+            known = ", ".join(block.name for block in BLOCKS.values())
+            raise StartupError(
+                f"{self.path}: tensor {tensor.name} has block type {tensor.ggml_type}, which is not supported; take a "
+                f"file of {known}"
+            )
+        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        if columns % blocks.elements:
+            raise StartupError(
+                f"{self.path}: rows of {tensor.name} ({columns} elements) do not hold whole {blocks.name} blocks of "
+                f"{blocks.elements}; fetch the file again"
+            )
+        return blocks
+
+    def _rows(self, name: str, tensor: GgufTensor, blocks: BlockType, outer: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The bytes of the rows asked for, in checkpoint order: [..., bytes of a row]."""
+        lead, columns = (tensor.shape[:-1], tensor.shape[-1]) if len(tensor.shape) > 1 else (tensor.shape, 1)
+        row_bytes = columns // blocks.elements * blocks.bytes
+        try:
+            data = self._file.bytes_of(tensor, math.prod(lead) * row_bytes)
+        except BadGguf as error:
+            raise StartupError(str(error)) from error
+        rows = np.frombuffer(data, dtype=np.uint8).reshape(*lead, row_bytes)
+        heads = self._permuted_heads(name)
+        wanted = tuple(slice(*bound) for bound in outer)
+        return rows[wanted] if heads is None else rows[row_order(lead[0], heads)[wanted[0]]]
+
+    def _permuted_heads(self, name: str) -> int | None:
+        """Heads whose rows are reordered in this tensor; None when its rows are in checkpoint order."""
+        architecture = self._file.get("general.architecture")
+        if architecture not in PERMUTED:
+            return None
+        owner = name.rpartition(".")[0]
+        if owner.endswith("self_attn.q_proj"):
+            return self._file[f"{architecture}.attention.head_count"]
+        if owner.endswith("self_attn.k_proj"):
+            heads = self._file[f"{architecture}.attention.head_count"]
+            return self._file.get(f"{architecture}.attention.head_count_kv", heads)
+        return None
+
+    def _count(self, num_bytes: int) -> None:
+        self._unread -= num_bytes
+        if self._unread < 0:
+            self._file.drop_pages()
+            self._unread = DROP_PAGES_AFTER
+
+
+def checkpoint_name(name: str) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". A name outside the tables stays as it is."""
+    block = BLOCK_NAME.fullmatch(name)
+    if block:
+        layer, part, leaf = block.groups()
+        return f"model.layers.{layer}.{IN_BLOCK[part]}.{leaf}" if part in IN_BLOCK else name
+    part, _, leaf = name.rpartition(".")
+    return f"{TOP[part]}.{leaf}" if part in TOP else name
+
+
+def row_order(num_rows: int, heads: int) -> np.ndarray:
+    """File row of each checkpoint row.
+
+    Within a head of d rows the checkpoint has the first halves of all rotated pairs, then the second halves; the file
+    has the two of each pair side by side:
+
+        checkpoint   0   1   2  ...  d/2  d/2+1 ...
+        file         0   2   4  ...   1     3   ...
+    """
+    pairs = np.arange(num_rows).reshape(heads, -1, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)

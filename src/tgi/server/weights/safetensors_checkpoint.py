@@ -1,0 +1,87 @@
+"""Tensors of one or several safetensors files in a directory. Keeps one file open at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tgi.errors import StartupError
+from tgi.server.weights.region import Region, check_shape, missing
+
+INDEX = "model.safetensors.index.json"
+# Files that lie beside a model's weights and are none, or hold them a second time under other names.
+BESIDE = ("adapter_model", "consolidated", "medusa_lm_head")
+
+
+class SafetensorsCheckpoint:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of = _weight_map(directory)
+        self._open: tuple[Path, Any] | None = None
+
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, shape: tuple[int, ...], region: Region = ()) -> torch.Tensor:
+        if name not in self._file_of:
+            raise missing(self.directory, name)
+        part = self._slice(name)
+        check_shape(self._file_of[name], name, tuple(part.get_shape()), shape)
+        return part[region] if region else self._handle(self._file_of[name]).get_tensor(name)
+
+    def close(self) -> None:
+        self._open = None  # the mapping ends with its last reader
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise missing(file, name) from error  # an index that promises what its file does not hold
+
+    def _handle(self, file: Path) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._open = None  # unmap the last file first: its pages count as ours
+            self._open = (file, _open(file))
+        return self._open[1]
+
+
+def _weight_map(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    index = directory / INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            found = {str(name): directory / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StartupError(f"{index} is not a safetensors index ({error}); fetch it again") from error
+        lost = sorted({file.name for file in found.values() if not file.exists()})
+        if lost:
+            raise StartupError(f"{directory} lacks {', '.join(lost)}, named by {INDEX}; fetch the model again")
+        return found
+    files = sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith(BESIDE))
+    single = directory / "model.safetensors"
+    if single in files:
+        files = [single]
+    if not files:
+        if any(directory.glob("*.bin")):
+            raise StartupError(
+                f"{directory} holds its weights as .bin files only, which are not loaded; convert them to safetensors"
+            )
+        raise StartupError(f"{directory} holds no *.safetensors")
+    return {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118 (safe_open is no mapping)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file} cannot be read ({error}); fetch it again") from error

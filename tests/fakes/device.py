@@ -1,0 +1,197 @@
+"""FakeDevice: a device that stores in each KV slot what a real one would depend on, and checks every read.
+
+The KV of a position depends on all ids up to it, so a slot holds the digest of that prefix. A step reads the slots of
+every
+earlier position through the row's block table and compares them with the row's own ids: a block given away too early, a
+missing copy, a wrong slot or a wrong id shows at once. The chosen id is a function of the digest and the seed, so
+runs can
+be compared. Work is done late (`lag` steps behind its launch), in order: what a launch takes from the host is taken
+then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.engine.device import Chosen
+from tgi.shard_client.messages import Admit
+
+EMPTY = b""
+
+
+class Corrupt(BaseException):
+    """A read saw something else than its own prefix. No Exception: the engine must not make it a request's error."""
+
+
+def extend(digest: bytes, token: int) -> bytes:
+    return hashlib.blake2b(digest + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def choose(digest: bytes, seed: int, vocab_size: int) -> int:
+    """The id that follows a prefix: what model and sampler are in this world."""
+    mixed = hashlib.blake2b(digest + seed.to_bytes(8, "little"), digest_size=4).digest()
+    return int.from_bytes(mixed, "little") % vocab_size
+
+
+def expected_ids(
+    prompt: list[int], count: int, seed: int, vocab_size: int, end_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What an undisturbed run of one request generates."""
+    digest = EMPTY
+    for token in prompt:
+        digest = extend(digest, token)
+    ids: list[int] = []
+    while len(ids) < count:
+        token = choose(digest, seed, vocab_size)
+        ids.append(token)
+        if token in end_ids:
+            break
+        digest = extend(digest, token)
+    return ids
+
+
+@dataclass
+class _Row:
+    seed: int
+    ids: list[int]
+    digests: list[bytes] = field(default_factory=list)  # of the prefix that ends with ids[i]
+    blocks: list[int] = field(default_factory=list)
+
+    def digest(self, position: int) -> bytes:
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else EMPTY
+            self.digests.append(extend(before, self.ids[len(self.digests)]))
+        return self.digests[position]
+
+
+@dataclass
+class _Ticket:
+    plan: StepPlan
+    chosen: Chosen | None = None
+
+
+class FakeDevice:
+    """Implements tgi.server.engine.device.Device."""
+
+    def __init__(self, block_size: int, *, lag: int = 0, depth: int = 1, vocab_size: int = 1000) -> None:
+        self.depth = depth
+        self.block_size = block_size
+        self.lag = lag
+        self.vocab_size = vocab_size
+        self.slots: dict[int, bytes] = {}
+        self.rows: dict[int, _Row] = {}
+        self.poison: Callable[[Admit], bool] = lambda admit: False
+        self.nan: Callable[[Admit], bool] = lambda admit: False
+        self._poisoned: set[int] = set()
+        self._nan_rows: set[int] = set()
+        self._work: deque[tuple[bool, Callable[[], None]]] = deque()  # (is a step, what to do)
+        self.tokens_computed = 0
+        self.largest_step = 0
+
+    # --- Device ------------------------------------------------------------
+
+    def check(self, admit: Admit) -> str | None:
+        return None
+
+    def apply(self, changes: RowChanges) -> None:
+        # Launch-time faults are known to the host at once, whatever the device is still doing.
+        for row in changes.removed:
+            self._poisoned.discard(row)
+        for row, admit in changes.added:
+            self._poisoned.discard(row)
+            if self.poison(admit):
+                self._poisoned.add(row)
+        removed, added, blocks = list(changes.removed), list(changes.added), list(changes.blocks)
+        self._work.append((False, lambda: self._apply(removed, added, blocks)))
+
+    def launch(self, plan: StepPlan) -> _Ticket:
+        if self._poisoned.intersection(plan.rows.tolist()):
+            raise RuntimeError("a poisoned request is in this step")
+        ticket = _Ticket(plan)
+        self._work.append((True, lambda: self._run(ticket)))
+        while sum(is_step for is_step, _ in self._work) > self.lag:
+            self._work.popleft()[1]()
+        return ticket
+
+    def collect(self, launched: object) -> Chosen:
+        assert isinstance(launched, _Ticket)
+        while launched.chosen is None:
+            self._work.popleft()[1]()
+        return launched.chosen
+
+    def idle(self) -> None:
+        pass
+
+    # --- what the device does, in order --------------------------------------
+
+    def _apply(
+        self, removed: list[int], added: list[tuple[int, Admit]], blocks: list[tuple[int, int, np.ndarray]]
+    ) -> None:
+        for row in removed:
+            del self.rows[row]
+            self._nan_rows.discard(row)
+        for row, admit in added:
+            if row in self.rows:
+                raise Corrupt(f"row {row} is given to a second request")
+            ids = np.frombuffer(admit.prompt_ids + admit.generated_ids, np.uint32).tolist()
+            self.rows[row] = _Row(admit.sampling.seed, ids)
+            if self.nan(admit):
+                self._nan_rows.add(row)
+        for row, first, numbers in blocks:
+            table = self.rows[row].blocks
+            if first != len(table):
+                raise Corrupt(f"blocks of row {row} start at {first}, it has {len(table)}")
+            if 0 in numbers:
+                raise Corrupt("block 0 is scratch")
+            table.extend(numbers.tolist())
+
+    def _slot(self, row: _Row, position: int) -> int:
+        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _run(self, ticket: _Ticket) -> None:
+        plan = ticket.plan
+        ids: list[int] = []
+        nan: list[bool] = []
+        given = iter(plan.ids.tolist())
+        self.largest_step = max(self.largest_step, plan.num_tokens)
+        self.tokens_computed += plan.num_tokens
+        chosen_by_row: list[tuple[_Row, int, int]] = []
+        for index, row_number in enumerate(plan.rows.tolist()):
+            start, length = int(plan.starts[index]), int(plan.query_lens[index])
+            tokens = [next(given) for _ in range(length)]
+            row = self.rows.get(row_number)
+            if row is None:  # ended on the host meanwhile: its result will be dropped
+                if plan.samples[index]:
+                    ids.append(0)
+                    nan.append(False)
+                continue
+            if not plan.from_device[index] and tokens != row.ids[start : start + length]:
+                raise Corrupt(f"row {row_number} computes ids that are not its own at {start}")
+            for position in range(start):
+                if self.slots.get(self._slot(row, position)) != row.digest(position):
+                    raise Corrupt(f"row {row_number} reads foreign KV at position {position} of {start}")
+            for position in range(start, start + length):
+                self.slots[self._slot(row, position)] = row.digest(position)
+            if plan.samples[index]:
+                end = start + length
+                token = choose(row.digest(end - 1), row.seed, self.vocab_size)
+                ids.append(token)
+                nan.append(row_number in self._nan_rows)
+                chosen_by_row.append((row, end, token))
+        # The commit: the step's last operation, and its only change to a row (rule 3).
+        for row, end, token in chosen_by_row:
+            if len(row.ids) != end:
+                raise Corrupt("an id was chosen for a position that has one")
+            row.ids.append(token)
+        count = len(ids)
+        ticket.chosen = Chosen(
+            ids=np.array(ids, np.int64),
+            logprobs=np.full(count, -1.0, np.float32),
+            is_nan=np.array(nan, np.bool_),
+        )

@@ -1,0 +1,138 @@
+"""Everything that can happen between router and shard, at random: what no order of it may break.
+
+Drives a real SchedulerCore against any ShardUnderTest that answers as `reference` says and checks its own reads. Each
+side may lag: commands and steps wait in queues, steps may be merged, streams break, the cache is renewed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, ShardUnderTest, make_request, open_text, random_prompt
+from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
+from tgi.router.scheduling.entry import Entry
+from tgi.router.validation.request import ValidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    num_blocks: int
+    block_size: int
+    window: int
+    vocab_size: int
+    speculated: int = 0
+    prefix_caching: bool = True
+    longest_prompt: int = 40
+    longest_answer: int = 70
+    eos_ids: tuple[int, ...] = ()  # of TOKENIZER; ids below vocab_size end answers at random
+    next_handle: int = 1
+    operations: int = 1_500
+    breaks: float = 0.003  # per operation
+    renewals: float = 0.25  # per break: the cache is lost as well
+
+
+class Run:
+    def __init__(self, request: ValidRequest, entry: Entry, sink: MemorySink) -> None:
+        self.request = request
+        self.entry = entry
+        self.sink = sink
+        self.is_cancelled = False
+
+
+def drive(
+    shard: ShardUnderTest,
+    renew_cache: Callable[[], None],
+    answer: Callable[[bytes, int], list[int]],
+    load: Workload,
+    seed: int,
+) -> SchedulerCore:
+    """One random history, then to the end. AssertionError when an answer, a block or a rule is broken.
+
+    `answer(prompt_ids, max_new_tokens)` are the tokens of an undisturbed run; the shard knows of no EOS.
+    """
+    rng = random.Random(seed)
+    config = SchedulerConfig(
+        load.num_blocks, load.block_size, prefix_caching=load.prefix_caching, speculate=load.speculated
+    )
+    core = SchedulerCore(config, TOKENIZER, open_text)
+    link = Link(core, shard)
+    link.open()
+    core.rows.next_handle = load.next_handle
+    pool_tokens = (load.num_blocks - 1) * load.block_size
+    runs: list[Run] = []
+
+    def submit() -> None:
+        prompt = random_prompt(rng, min(load.longest_prompt, pool_tokens // 2), load.vocab_size)
+        request = make_request(
+            prompt,
+            rng.randrange(1, max(2, min(load.longest_answer, pool_tokens - len(prompt)))),
+            stop=(TOKENIZER.decode([rng.randrange(97, 110)] * 1),) if rng.random() < 0.2 else (),
+            priority=rng.choice((0, 0, 0, 1, -1)),
+            use_cache=rng.random() < 0.9,
+            cache_salt=rng.choice(("", "", "salt")),
+            prompt_logprobs=rng.random() < 0.05,
+        )
+        sink = MemorySink()
+        runs.append(Run(request, core.submit(request, sink), sink))
+
+    def cancel() -> None:
+        run = rng.choice(runs)
+        run.is_cancelled = run.is_cancelled or not run.sink.num_ends
+        run.entry.cancel()
+
+    def break_stream() -> None:
+        if rng.random() < load.renewals:
+            renew_cache()
+        link.open()
+
+    for _ in range(load.operations):
+        choice = rng.random()
+        if choice < load.breaks or core.needs_new_stream:
+            break_stream()
+        elif choice < 0.08:
+            submit()
+        elif choice < 0.09 and runs:
+            cancel()
+        elif choice < 0.36:
+            link.say()
+            link.hear()
+        elif choice < 0.68:
+            link.advance()
+        else:
+            # Up to the whole window may lie between what the shard sent and what the router has read.
+            link.deliver(rng.choice((1, 1, 1, 2, 5)))
+        if rng.random() < 0.05:
+            link.check()
+    for _ in range(3):  # more than once where the handles run out
+        while link.hear() or link.round():
+            pass
+        link.check()
+        if core.needs_new_stream:
+            link.open()
+    assert not core.rows, "a row waits for ever"
+    assert not core.queue, "a request waits for ever"
+    assert core.allocator.num_available == load.num_blocks - 1, "blocks are lost"
+    for run in runs:
+        _check_answer(run, answer(run.request.prompt_ids, run.request.stopping.max_new_tokens))
+    return core
+
+
+def _check_answer(run: Run, expected: list[int]) -> None:
+    sink = run.sink
+    assert sink.error is None
+    assert sink.ids == expected[: len(sink.ids)], "a token was changed, lost or sent twice"
+    if run.is_cancelled:
+        assert sink.num_ends == 0, "an event after the client was gone"
+        return
+    assert sink.num_ends == 1, "every request ends exactly once"
+    assert sink.finish is not None
+    assert sink.finish.text == sink.text
+    assert sink.finish.num_generated == len(sink.ids)
+    assert len(sink.prompts) == run.request.prompt_logprobs
+    stop = sink.finish.stop
+    if stop is None:
+        assert sink.ids == expected
+    else:
+        assert str(stop) in sink.text

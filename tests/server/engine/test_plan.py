@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
+
+prompts_strategy = st.lists(
+    st.tuples(st.integers(1, 500), st.integers(0, 600)).map(lambda pair: Prompt(0, *pair)), min_size=0, max_size=8
+).map(lambda prompts: [Prompt(row + 1, prompt.remaining, prompt.room) for row, prompt in enumerate(prompts)])
+
+
+@given(prompts_strategy, st.integers(1, 600))
+def test_chunks_keep_to_budget_need_and_room(prompts: list[Prompt], budget: int) -> None:
+    shares = dict(share_budget(prompts, budget, chunked=True))
+    assert sum(shares.values()) <= budget
+    for prompt in prompts:
+        assert 0 <= shares.get(prompt.row, 0) <= min(prompt.remaining, prompt.room)
+    wanted = sum(min(prompt.remaining, prompt.room) for prompt in prompts)
+    assert sum(shares.values()) == min(budget, wanted), "budget is left while a prompt could use it"
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    shares = share_budget([Prompt(1, 10_000, 10_000), Prompt(2, 40, 40)], 512, chunked=True)
+    assert dict(shares) == {1: 472, 2: 40}
+    shares = share_budget([Prompt(1, 10_000, 10_000), Prompt(2, 9_000, 9_000)], 512, chunked=True)
+    assert dict(shares) == {1: 256, 2: 256}
+
+
+def test_a_prompt_alone_takes_the_whole_budget() -> None:
+    assert share_budget([Prompt(1, 10_000, 10_000)], 512, chunked=True) == [(1, 512)]
+
+
+def test_without_chunking_prompts_are_taken_whole_and_in_order() -> None:
+    prompts = [Prompt(1, 300, 300), Prompt(2, 300, 300), Prompt(3, 10, 10)]
+    assert share_budget(prompts, 512, chunked=False) == [(1, 300)]
+    assert share_budget([Prompt(1, 600, 600)], 512, chunked=False) == [(1, 600)]
+    assert share_budget([Prompt(1, 100, 50), Prompt(2, 80, 80)], 512, chunked=False) == [(2, 80)]
+
+
+def test_rows_that_decode_shrink_what_is_left_but_never_to_nothing() -> None:
+    budget = PrefillBudget(alone=4096, beside_decode=256, chunked=True)
+    assert budget.tokens(0) == 4096
+    assert budget.tokens(56) == 200
+    assert budget.tokens(300) == 1
+    assert PrefillBudget(alone=4096, beside_decode=256, chunked=False).tokens(96) == 4000

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.tiny_model import write_tiny_llama
+from tests.fakes.tiny_shard import TinyShard
+from tgi.enums import EndReason
+from tgi.shard_client.messages import Sampling
+
+PROMPTS = [[5], [7, 8, 9], list(range(10, 50)), [300, 20, 20, 20, 20], list(range(100, 230)), [44, 45] * 9]
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def shard(model_path: Path) -> TinyShard:
+    return TinyShard(model_path)
+
+
+@pytest.fixture(scope="module")
+def reference(model_path: Path) -> list[list[int]]:
+    """Greedy ids by transformers, one prompt at a time, without a cache of ours."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.eval()
+    answers: list[list[int]] = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stagger", [0, 3])
+def test_greedy_equals_transformers_batched_chunked_and_mixed(
+    shard: TinyShard, reference: list[list[int]], stagger: int
+) -> None:
+    shard.reset()
+    answers = shard.run([shard.admit(prompt, NEW) for prompt in PROMPTS], stagger=stagger)
+    assert [answer.ids for answer in answers] == reference
+    assert all(answer.end is EndReason.LENGTH for answer in answers)
+
+
+@pytest.mark.slow
+def test_a_resumed_request_goes_on_with_the_same_ids(shard: TinyShard, reference: list[list[int]]) -> None:
+    shard.reset()
+    for prompt, ids in zip(PROMPTS, reference, strict=True):
+        (answer,) = shard.run([shard.admit(prompt, NEW, generated=ids[:10])])
+        assert answer.ids == ids[10:]
+
+
+@pytest.mark.fault("TGI#1776")
+def test_batch_mates_do_not_change_an_answer(shard: TinyShard) -> None:
+    shard.reset()
+    sampling = [Sampling(do_sample=index % 2 == 1, temperature=0.9, seed=index) for index in range(len(PROMPTS))]
+    requests = list(zip(PROMPTS, sampling, strict=True))
+    alone = [shard.run([shard.admit(prompt, NEW, sampling=how)])[0] for prompt, how in requests]
+    together = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in requests])
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+    assert all(len(answer.ids) == NEW for answer in together)
+
+
+def test_launching_ahead_changes_nothing(model_path: Path, shard: TinyShard) -> None:
+    shard.reset()
+    ahead = TinyShard(model_path, depth=2)
+    requests = [(prompt, Sampling(do_sample=True, seed=3)) for prompt in PROMPTS]
+    plain = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=2)
+    overlapped = ahead.run([ahead.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=2)
+    assert [answer.ids for answer in overlapped] == [answer.ids for answer in plain]
+
+
+def test_ends_are_banned_before_min_new_tokens(shard: TinyShard) -> None:
+    shard.reset()
+    (free,) = shard.run([shard.admit([7, 8, 9], 12)])
+    end = free.ids[2]
+    (stopped,) = shard.run([shard.admit([7, 8, 9], 12, eos_ids=(end,))])
+    assert stopped.end is EndReason.EOS
+    (held,) = shard.run([shard.admit([7, 8, 9], 12, eos_ids=(end,), min_new_tokens=6)])
+    assert held.ids[:2] == free.ids[:2]
+    assert end not in held.ids[:6]
+    assert len(held.ids) >= 6
+
+
+def test_logprobs_are_of_the_chosen_ids(shard: TinyShard) -> None:
+    shard.reset()
+    (answer,) = shard.run([shard.admit([7, 8, 9], 12)])
+    assert all(-20 < logprob <= 0 for logprob in answer.logprobs)
+
+
+@pytest.mark.fault("vllm#9634")
+@pytest.mark.fault("vllm#54195")
+def test_ids_outside_the_vocabulary_never_reach_the_device(shard: TinyShard) -> None:
+    shard.reset()
+    for request in (shard.admit([512], 4), shard.admit([1], 4, stop_ids=(512,)), shard.admit([1], 4, eos_ids=(9999,))):
+        assert "outside the vocabulary" in (shard.runner.check(request) or "")
+    (answer,) = shard.run([shard.admit([511], 4)])
+    assert len(answer.ids) == 4

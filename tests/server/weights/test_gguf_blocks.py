@@ -1,0 +1,60 @@
+"""Every block type against the reference reader, and the traps by hand."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tgi.server.weights.gguf_blocks import BLOCKS, dequantize
+
+QUANTISED = [kind for kind, blocks in BLOCKS.items() if blocks.elements > 1]
+
+
+def test_the_supported_types_are_those_promised() -> None:
+    names = {blocks.name for blocks in BLOCKS.values()}
+    assert names == {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_sizes_are_the_formats(kind: int) -> None:
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+    assert (BLOCKS[kind].elements, BLOCKS[kind].bytes) == (elements, num_bytes)
+    assert gguf.GGMLQuantizationType(kind).name == BLOCKS[kind].name
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_any_bytes_decode_as_the_reference_decodes_them(kind: int) -> None:
+    blocks = BLOCKS[kind]
+    raw = np.random.default_rng(kind).integers(0, 256, (257, blocks.bytes), dtype=np.uint8)
+    # A random float16 scale is often infinite or not a number: there even signs may differ.
+    scales = np.random.default_rng(1).standard_normal((257, 2)).astype(np.float16).view(np.uint8)
+    if blocks.name == "Q6_K":
+        raw[:, -2:] = scales[:, :2]
+    else:
+        raw[:, : (4 if blocks.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2)] = scales[
+            :, : (4 if blocks.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2)
+        ]
+    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType(kind))
+    decoded = dequantize(blocks, torch.from_numpy(raw))
+    assert decoded.shape == (257, blocks.elements)
+    assert np.abs(expected).max() > 1  # not all zero
+    np.testing.assert_array_equal(decoded.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_plain_types_keep_their_bits(dtype: torch.dtype) -> None:
+    values = torch.randn(5, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}[dtype]
+    decoded = dequantize(BLOCKS[kind], values.view(torch.uint8))
+    assert decoded.dtype == dtype
+    assert torch.equal(decoded, values)
+
+
+def test_low_nibbles_are_the_first_half_of_a_block() -> None:
+    # Scale 1, minimum 0.5; byte i holds i in its low nibble and 15 - i in its high one.
+    header = np.array([1.0, 0.5], dtype=np.float16).view(np.uint8)
+    quants = np.array([i | (15 - i) << 4 for i in range(16)], dtype=np.uint8)
+    (values,) = dequantize(BLOCKS[3], torch.from_numpy(np.concatenate([header, quants]))[None])
+    assert values.tolist() == [i + 0.5 for i in range(16)] + [15 - i + 0.5 for i in range(16)]

@@ -1,0 +1,110 @@
+"""The bundled model's tokenizer against recorded ids, and what every Tokenizer promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.tokenizer import BOS_ID, TURN_END_ID, byte_tokenizer, ids_of, unpacked
+from tgi import hub
+from tgi.errors import InvalidRequest, StartupError
+from tgi.text.tokenizer import SHORT_TEXT, Tokenizer, load_tokenizer
+
+RECORDED = Path(__file__).parent.parent / "data" / "smollm2_tokens.json"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return load_tokenizer(hub.locate(hub.BUNDLED_MODEL))
+
+
+@pytest.mark.real_model
+def test_all_recorded_strings_encode_to_the_recorded_ids(smollm2: Tokenizer) -> None:
+    recorded = json.loads(RECORDED.read_text())
+    assert len(recorded["strings"]) == len(recorded["ids"]) == 2010
+    for text, ids in zip(recorded["strings"], recorded["ids"], strict=True):
+        assert unpacked(smollm2.encode(text, add_special_tokens=False).ids) == ids, text
+
+
+@pytest.mark.real_model
+def test_the_traps_of_the_bundled_file(smollm2: Tokenizer) -> None:
+    assert unpacked(smollm2.encode("\n\n1.").ids) == [1116, 33, 30]  # digits one by one; no BOS either
+    assert smollm2.vocab_size == 49152
+    assert smollm2.eos_ids == (2,)
+    assert smollm2.eos_token == "<|im_end|>"
+    assert smollm2.bos_id == 1
+    assert smollm2.special_ids == frozenset(range(17))
+    assert unpacked(smollm2.encode("<|im_start|>user\n").ids)[0] == 1
+    assert "You are a helpful AI assistant named SmolLM" in smollm2.chat_templates["default"]
+
+
+@pytest.mark.real_model
+def test_loading_the_bundled_file_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from tgi import hub; from tgi.text.tokenizer import load_tokenizer;"
+        "load_tokenizer(hub.locate(hub.BUNDLED_MODEL));"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    began = time.process_time()
+    load_tokenizer(hub.locate(hub.BUNDLED_MODEL))
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.real_model
+def test_long_and_short_texts_encode_alike(smollm2: Tokenizer) -> None:
+    text = "Ünïcode 123 你好 <|im_end|> 👍🏽\n" * 40
+    assert len(text) > SHORT_TEXT
+    whole = smollm2.encode(text)
+    lines = b"".join(smollm2.encode(line).ids for line in text.splitlines(keepends=True))
+    assert whole.ids == lines  # no merge crosses a newline here
+    assert len(whole) == len(whole.ids) // 4
+
+
+def test_offsets_are_characters_however_they_are_made() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode("aé").offsets == [(0, 1), (1, 2), (1, 2)]
+    text = "é" * (SHORT_TEXT + 1)
+    lazy, eager = tokenizer.encode(text), tokenizer.encode(text, with_offsets=True)
+    assert lazy.ids == eager.ids
+    assert lazy.offsets == eager.offsets == [(i // 2, i // 2 + 1) for i in range(2 * len(text))]
+
+
+@pytest.mark.parametrize("length", [1, SHORT_TEXT + 1])
+def test_a_lone_surrogate_is_refused(length: int) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as raised:
+        byte_tokenizer().encode("\ud800" * length)
+    assert raised.value.param == "inputs"
+
+
+def test_decoding_is_safe_for_any_id() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode([-1, *ids_of("hé"), 10**9, TURN_END_ID]) == "hé"
+    assert tokenizer.decode([TURN_END_ID], skip_special_tokens=False) == "<|im_end|>"
+
+
+def test_the_text_of_one_token() -> None:
+    tokenizer = byte_tokenizer()
+    texts = [tokenizer.token_text(token_id) for token_id in (*ids_of(" a"), 0xF0, BOS_ID, -1, 10**9)]
+    assert texts == [" ", "a", "\ufffd", "<s>", "", ""]
+    assert tokenizer.is_special(BOS_ID)
+    assert not tokenizer.is_special(ids_of("a")[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot read"), (b"nonsense", "not a GGUF file"), (b"GGUF\x03\x00\x00\x00\xff", "truncated or corrupt")],
+)
+def test_a_bad_gguf_file_is_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(StartupError, match=message) as raised:
+        load_tokenizer(path)
+    assert "\n" not in str(raised.value)

@@ -49,7 +49,7 @@ def routing(step_ms: float) -> Iterator[Router]:
     ids = memoryview(tokenizer.encode(ANSWER).ids).cast("I").tolist()
     with tempfile.TemporaryDirectory() as directory:
         path, port = str(Path(directory) / "shard-0"), free_port()
-        shard = [sys.executable, "-m", "benchmarks.scripted_shard", "--socket", path]
+        shard = [sys.executable, "-m", "benchmarks.scripted_process", "--socket", path]
         shard += ["--vocab-size", str(tokenizer.vocab_size), "--step-ms", str(step_ms), "--token-ids", *map(str, ids)]
         router = [program("text-generation-router"), "--master-shard-uds-path", path]
         router += ["--tokenizer-name", BUNDLED_MODEL, "--hostname", "127.0.0.1", "--port", str(port)]

@@ -1,26 +1,14 @@
-"""A shard without a model, as a process: every row gets one token per step, as fast as window and pace allow.
-
-Speaks generate.v4 through the server's own RPC room, so that what it costs on the wire is what a real shard costs.
-"""
+"""A shard without a model: every row gets one token per step, as fast as window and pace allow. Knows no wire."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import signal
 import threading
 import time
 from array import array
-from concurrent import futures
-from typing import Any, cast
-
-import grpc
 
 from tgi.enums import EndReason, Phase
-from tgi.proto.v4 import generate_pb2_grpc as rpc
 from tgi.server.engine.outbox import Outbox
-from tgi.server.engine.service import Shard
-from tgi.server.rpc.v4 import V4Service
 from tgi.shard_client.messages import (
     Command,
     Health,
@@ -34,7 +22,6 @@ from tgi.shard_client.messages import (
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 17
 EPOCH = 1
-UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 class ScriptedShard:
@@ -51,6 +38,8 @@ class ScriptedShard:
         self._seen = 0
         self._number = 0
         self._outbox: Outbox | None = None
+
+    def start(self) -> None:
         threading.Thread(target=self._run, name="steps", daemon=True).start()
 
     def info(self) -> ShardInfo:
@@ -110,7 +99,7 @@ class ScriptedShard:
             with self._changed:
                 while not self._rows or self._number - self._seen >= self._window:
                     self._changed.wait()
-                step, outbox = self._step(), self._outbox
+                step, outbox = self.make_step(), self._outbox
             if outbox is not None:
                 outbox.put(step)
             now = time.perf_counter()
@@ -118,7 +107,8 @@ class ScriptedShard:
             if due > now:
                 time.sleep(due - now)
 
-    def _step(self) -> Step:
+    def make_step(self) -> Step:
+        """The next step of the rows as they are."""
         self._number += 1
         count = len(self._rows)
         step = Step(
@@ -139,30 +129,3 @@ class ScriptedShard:
         for handle in self._rows:
             self._rows[handle] -= 1
         return step
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scripted_shard", description=__doc__)
-    parser.add_argument("--socket", required=True, help="path of the Unix socket")
-    parser.add_argument("--token-ids", type=int, nargs="+", required=True, help="what the rows say, in turn")
-    parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--rows", type=int, default=2_048)
-    parser.add_argument("--window", type=int, default=8)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="shortest time between two steps")
-    arguments = parser.parse_args()
-    shard = ScriptedShard(
-        arguments.token_ids, arguments.vocab_size, arguments.rows, arguments.window, arguments.step_ms / 1_000
-    )
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=8), options=cast(Any, UNLIMITED))
-    url = f"unix://{arguments.socket}"
-    rpc.add_ShardServiceServicer_to_server(V4Service(cast(Shard, shard), [url]), server)
-    server.add_insecure_port(url)
-    server.start()
-    print("listening", flush=True)
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
-    server.stop(0).wait()
-
-
-if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    main()

@@ -17,6 +17,7 @@ import uvloop
 from benchmarks.process import Child, running
 from benchmarks.record import Figure, argument_parser, report
 from benchmarks.scripted_shard import ScriptedShard
+from tgi.server.engine.outbox import Outbox
 from tgi.shard_client.client import ShardClient
 from tgi.shard_client.messages import Admit, Command, Sampling, Step, Stopping
 
@@ -70,10 +71,11 @@ def answer_to(step: Step, steps: int) -> Command:
 def script_us() -> float:
     """What the scripted shard spends on making a step: part of the shard's figure, though not of the wire."""
     shard = ScriptedShard(list(range(100)), 100, ROWS, window=1, step_s=0.0)
-    shard._rows = dict.fromkeys(range(ROWS), 1 << 30)
+    shard.open_stream(outbox := Outbox())
+    shard.post(outbox, Command(admit=[admit(handle, 1 << 30) for handle in range(ROWS)]))
     began = time.process_time()
     for _ in range(1_000):
-        shard._step()
+        shard.make_step()
     return 1e3 * (time.process_time() - began)
 
 
@@ -84,7 +86,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         socket = str(Path(directory) / "shard-0")
-        command = [sys.executable, "-m", "benchmarks.scripted_shard", "--socket", socket, "--vocab-size", "32000"]
+        command = [sys.executable, "-m", "benchmarks.scripted_process", "--socket", socket, "--vocab-size", "32000"]
         command += ["--token-ids", *map(str, range(1_000, 2_000)), "--step-ms", str(arguments.step_ms)]
         with running(command, "listening") as shard:
             router_us, shard_us, messages = uvloop.run(measure(socket, shard, arguments.steps))

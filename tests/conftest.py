@@ -1,7 +1,7 @@
-"""What every test run shares: the hypothesis profiles, who may be skipped, and the summary of a lane.
+"""What every test run shares: hypothesis profiles, who may be skipped, the summary of a lane, one running server.
 
-A skip is allowed when its reason matches a line of tests/allowed_skips.txt; any other is reported as a failure, so that no
-test falls silent unnoticed. Knows nothing about the product.
+A skip is allowed when its reason matches a line of tests/allowed_skips.txt; any other is reported as a failure, so that
+no test falls silent unnoticed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
@@ -17,12 +17,17 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.record import Figure, write_record
+from benchmarks.server_process import Server, serving
+
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 NO_CUDA = "needs a CUDA device"
 
-# No test may reach for the network, and workers that share the cores must not each start a thread per core.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No test reaches the hub: its address is a port of this machine where nobody listens. (HF_HUB_OFFLINE would also stop
+# huggingface_hub's client from talking to a server of ours.)
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+# Workers that share the cores must not each start a thread per core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -73,8 +78,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--record")
     if path is None or hasattr(session.config, "workerinput"):
         return
-    from benchmarks.record import Figure, write_record
-
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     assert reporter is not None
     counts = {word: len(reporter.stats.get(word, ())) for word in ("passed", "failed", "error", "skipped")}
@@ -83,6 +86,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     figures = [Figure(word, count, "tests") for word, count in counts.items()]
     figures.append(Figure("duration", round(time.perf_counter() - session.config.stash[_STARTED], 1), "s"))
     write_record(Path(path), figures, title="Tests marked gpu", command="make test-gpu")
+
+
+@pytest.fixture(scope="session")
+def bundled_server() -> Iterator[Server]:
+    """Launcher, router and shard with the bundled model, for tests that do not mind what else was asked before."""
+    with serving() as server:
+        yield server
 
 
 _STARTED = pytest.StashKey[float]()

@@ -46,13 +46,16 @@ def test_marks_are_found_wherever_they_stand(tmp_path: Path) -> None:
 
 def test_an_unknown_mark_a_missing_and_a_stale_reason_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = {"Section": [{"id": "X#1", "reason": "not yet: later"}, {"id": "X#2"}, {"id": "X#3", "reason": "hm"}]}
-    rows = {"A": {"title": "Title", "rows": [{"row": "POST /generate"}, {"row": "POST /generate_stream"}]}}
+    rows = {
+        "A": {"title": "Title", "rows": [{"row": "POST /generate"}, {"row": "POST /generate_stream", "also": ["x"]}]}
+    }
     monkeypatch.setattr(pages, "_load", {"known_faults": faults, "compatibility": rows}.__getitem__)
     marks = [
         pages.Mark("fault", "X#1", "tests/test_a.py::test_a"),
         pages.Mark("fault", "X#9", "tests/test_a.py::test_b"),
         pages.Mark("row", "A: POST /generate", "tests/test_a.py::test_c"),
         pages.Mark("row", "A: post /generate_s", "tests/test_a.py::test_d"),
+        pages.Mark("row", "A: x", "tests/test_a.py::test_e"),
     ]
     found = pages.problems(marks)
     assert len(found) == 4
@@ -60,4 +63,15 @@ def test_an_unknown_mark_a_missing_and_a_stale_reason_are_problems(monkeypatch: 
     assert "'X#1' has a test" in found[1]
     assert "'X#2' has no test" in found[2]
     assert "'X#3' has no test" in found[3]
-    assert "`test_a.py::test_d`" in pages.render_compatibility(marks)
+    page = pages.render_compatibility(marks)
+    assert "| POST /generate | `test_a.py::test_c` |" in page
+    assert "| POST /generate_stream | `test_a.py::test_d`<br>`test_a.py::test_e` |" in page
+
+
+def test_a_test_may_pin_a_part_when_the_entry_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {"Section": [{"id": "X#1", "title": "t", "right": "r", "reason": "in part: the rest is missing"}]}
+    monkeypatch.setattr(pages, "_load", {"known_faults": faults, "compatibility": {}}.__getitem__)
+    mark = pages.Mark("fault", "X#1", "tests/test_a.py::test_a")
+    assert pages.problems([mark]) == []
+    assert "`test_a.py::test_a`<br>in part: the rest is missing" in pages.render_known_faults([mark])
+    assert len(pages.problems([])) == 1, "in part needs a test"

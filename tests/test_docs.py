@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.server_process import Server, serving
+from benchmarks.server_process import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -74,20 +74,14 @@ def test_python_in_pages_is_python(page: Path) -> None:
         ast.parse(block)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
-
-
 @pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize(("page", "command"), list(curl_commands()), ids=lambda value: value[:60])
-def test_curl_commands_are_answered(server: Server, page: str, command: str) -> None:
+def test_curl_commands_are_answered(bundled_server: Server, page: str, command: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
     assert ADDRESS in command
-    command = command.replace(f"http://{ADDRESS}", server.url)
+    command = command.replace(f"http://{ADDRESS}", bundled_server.url)
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert '"error"' not in result.stdout, f"{page}: {result.stdout}"
@@ -110,10 +104,10 @@ def test_curl_commands_are_answered(server: Server, page: str, command: str) -> 
 @pytest.mark.row("F: Hub client")
 @pytest.mark.row("F: openai client")
 @pytest.mark.parametrize("library", ["openai", "huggingface_hub"])
-def test_client_programs_of_readme_print_an_answer(server: Server, library: str) -> None:
+def test_client_programs_of_readme_print_an_answer(bundled_server: Server, library: str) -> None:
     (program,) = [block for block in fences(ROOT / "README.md", "python") if f"from {library}" in block]
     assert ADDRESS in program
-    program = program.replace(f"http://{ADDRESS}", server.url)
+    program = program.replace(f"http://{ADDRESS}", bundled_server.url)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.strip()) > 10

@@ -6,6 +6,7 @@ Knows no weights and no architecture: what only one architecture needs, it reads
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ class _Fields:
         value = self.get(*names)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise StartupError(f"{self.where}: {names[0]} must be a positive number, not {value!r}")
         return float(value)
 

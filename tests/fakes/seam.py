@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, ShardUnderTest, make_request, open_text, random_prompt
+from tests.fakes.scripted_shard import ids_of
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import Entry
 from tgi.router.validation.request import ValidRequest
@@ -64,7 +65,13 @@ def drive(
     runs: list[Run] = []
 
     def submit() -> None:
-        prompt = random_prompt(rng, min(load.longest_prompt, pool_tokens // 2), load.vocab_size)
+        longest = min(load.longest_prompt, pool_tokens // 2)
+        prompt = random_prompt(rng, longest, load.vocab_size)
+        if runs and rng.random() < 0.3:
+            # The same again, or the next turn of a chat: equal prompts, and prompts that go on from an answer.
+            earlier = rng.choice(runs)
+            turn = earlier.sink.ids + prompt if rng.random() < 0.5 else []
+            prompt = [*ids_of(earlier.request.prompt_ids), *turn][:longest]
         request = make_request(
             prompt,
             rng.randrange(1, max(2, min(load.longest_answer, pool_tokens - len(prompt)))),
@@ -121,6 +128,7 @@ def drive(
 
 def _check_answer(run: Run, expected: list[int]) -> None:
     sink = run.sink
+    assert not sink.faults
     assert sink.error is None
     assert sink.ids == expected[: len(sink.ids)], "a token was changed, lost or sent twice"
     if run.is_cancelled:

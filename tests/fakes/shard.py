@@ -123,7 +123,8 @@ class ScriptedModel:
         )
 
     def apply(self, command: Command) -> None:
-        self._stalled = False
+        if command:  # a mere "seen" changes nothing for rows that wait
+            self._stalled = False
         if command.seen > self.number:
             self._note(f"seen {command.seen} though only {self.number} steps were sent")
         self.seen = max(self.seen, command.seen)

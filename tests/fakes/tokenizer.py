@@ -116,3 +116,20 @@ def _scalar(kind: int, value: Any) -> bytes:
     if kind == _STRING:
         return _string(value)
     return struct.pack({_BOOL: "<?", _I32: "<i", _F32: "<f"}[kind], value)
+
+
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+SPM_PIECES = {"▁": -9.0, "a": -9.1, "b": -9.2, "c": -9.3, "▁a": -1.0, "ab": -2.0, "bc": -1.5, "▁abc": -0.5, "abc": -3.0}
+
+
+def sentencepiece(**more: Any) -> dict[str, Any]:
+    """GGUF metadata of a small SentencePiece vocabulary: <unk>, <s>, </s>, the 256 bytes, then SPM_PIECES."""
+    pieces = list(SPM_PIECES)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*SPM_TOKENS, *pieces],
+        "tokenizer.ggml.scores": [0.0] * len(SPM_TOKENS) + list(SPM_PIECES.values()),
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}

@@ -82,11 +82,17 @@ event("shard stop", rank=rank)
 """
 
 ROUTER = """
+def say(text):
+    pretty = "2026-11-29T22:50:00.123456Z  INFO text_generation_router::main: tgi/router/main.py:99: " + text
+    print(json.dumps({{"level": "INFO", "message": text}}) if "--json-output" in sys.argv else pretty, flush=True)
+
 mode = os.environ.get("FAKE_ROUTER", "")
 path = option("--master-shard-uds-path")
 event("router start", argv=sys.argv[1:], environ=dict(os.environ))
 if mode == "clear":
     sys.exit("Error: the tokenizer cannot be read")
+if mode == "traceback":
+    raise RuntimeError("surprise")
 if mode == "logged":
     print("2026-11-29T22:50:00.123456Z ERROR text_generation_router::cli: tgi/router/cli.py:180: no chat template")
     sys.exit(1)
@@ -148,6 +154,7 @@ class Launched:
         self._events = events
         self._lines: list[str] = []
         self._errors: list[str] = []
+        self._closed = False
         self._changed = threading.Condition()
         self._readers = [
             threading.Thread(target=self._read, args=(process.stdout, self._lines), daemon=True),
@@ -165,8 +172,14 @@ class Launched:
         return "\n".join(self._errors)
 
     def wait_for(self, text: str) -> None:
+        """Returns when a line with `text` is there; fails when the launcher ends or hangs before."""
+
+        def is_there() -> bool:
+            return any(text in line for line in self._lines)
+
         with self._changed:
-            assert self._changed.wait_for(lambda: any(text in line for line in self._lines), TIMEOUT_S), self.output
+            self._changed.wait_for(lambda: is_there() or self._closed, TIMEOUT_S)
+            assert is_there(), self.output + self.errors
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -195,6 +208,9 @@ class Launched:
             with self._changed:
                 lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 def wait_for_end(pid: int) -> None:

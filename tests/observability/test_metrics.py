@@ -47,7 +47,9 @@ VALUES = {
 
 def series(text: str) -> dict[str, float]:
     return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#")
     }
 
 

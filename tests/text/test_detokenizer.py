@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from tests.fakes.tokenizer import byte_tokenizer, ids_of, packed, write_gguf
-from tests.text.test_gguf_vocabulary import SPM_TOKENS, sentencepiece
+from tests.fakes.tokenizer import SPM_TOKENS, byte_tokenizer, ids_of, packed, sentencepiece, write_gguf
 from tgi.text.detokenizer import PieceDetokenizer, WindowDetokenizer
 from tgi.text.source import TokenizerSource
 from tgi.text.tokenizer import Tokenizer, load_tokenizer

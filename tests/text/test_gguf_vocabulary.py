@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.tokenizer import byte_alphabet, unpacked, write_gguf
+from tests.fakes.tokenizer import byte_alphabet, sentencepiece, unpacked, write_gguf
 from tgi.errors import StartupError
 from tgi.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -161,21 +161,6 @@ def test_the_operators_config_overrides_the_file(tmp_path: Path) -> None:
 
 
 # --- SentencePiece ---------------------------------------------------------------------------------------------------
-
-SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-SPM_PIECES = {"▁": -9.0, "a": -9.1, "b": -9.2, "c": -9.3, "▁a": -1.0, "ab": -2.0, "bc": -1.5, "▁abc": -0.5, "abc": -3.0}
-
-
-def sentencepiece(**more: Any) -> dict[str, Any]:
-    pieces = list(SPM_PIECES)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [*SPM_TOKENS, *pieces],
-        "tokenizer.ggml.scores": [0.0] * len(SPM_TOKENS) + list(SPM_PIECES.values()),
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
 
 
 def test_sentencepiece_merges_the_best_score_first(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class Relay(Protocol):
     """Takes the lines of one child, each method from a thread of its own."""
 
     reason: str | None  # the line in which the child itself has said why it ends
+    last_line: str | None  # of stderr
 
     def stdout(self, line: str) -> None: ...
     def stderr(self, line: str) -> None: ...
@@ -41,6 +42,7 @@ class SpanRelay:
         self._span = span
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.reason: str | None = None
+        self.last_line: str | None = None
 
     def stdout(self, line: str) -> None:
         """A loguru JSON line at its own level; any other line as it is, at info."""
@@ -58,6 +60,7 @@ class SpanRelay:
             self.reason = line.removeprefix(ERROR_PREFIX)
         elif line.strip():
             self._last_lines.append(line)
+            self.last_line = line.strip()
             self._emit(logging.DEBUG, line)
 
     def last_words(self) -> list[str]:
@@ -73,6 +76,7 @@ class RouterRelay:
     def __init__(self, on_connected: Callable[[], None]) -> None:
         self._on_connected = on_connected
         self.reason: str | None = None
+        self.last_line: str | None = None
 
     def stdout(self, line: str) -> None:
         pass_through(line)
@@ -85,6 +89,7 @@ class RouterRelay:
         if line.startswith(ERROR_PREFIX):
             self.reason = line.removeprefix(ERROR_PREFIX)  # the launcher's own last line will tell it
         else:
+            self.last_line = line.strip() or self.last_line
             pass_through(line)
 
     def last_words(self) -> list[str]:

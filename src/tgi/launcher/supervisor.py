@@ -114,11 +114,11 @@ class _Process:
     def reason(self, starting: bool) -> str:
         """Why it ended, in one line: its own clear line if it gave one. Else, or if it has been serving, what it wrote
         last goes to the log first."""
-        last_words = self.relay.last_words()
         if self.relay.reason is None or not starting:
-            for line in last_words:
+            for line in self.relay.last_words():
                 logger.error("%s: %s", self.child.name, line)
-        return self.relay.reason or ": ".join([f"{self.child.name} {self.child.how_it_ended()}", *last_words[-1:]])
+        ended = f"{self.child.name} {self.child.how_it_ended()}"
+        return self.relay.reason or (f"{ended}: {self.relay.last_line}" if self.relay.last_line else ended)
 
 
 class Supervisor:
@@ -193,9 +193,10 @@ class Supervisor:
     def _announce(self, seconds: float) -> None:
         key = " -H 'Authorization: Bearer YOUR_API_KEY'" if self._plan.needs_key else ""
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 50}'
-        logger.info("Ready: %s serves %s (after %.1fs). Try:", self._plan.address, self._plan.model_id, seconds)
+        curl = f"curl {self._plan.address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        # On a line of its own, to be pasted.
         logger.info(
-            "curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'", self._plan.address, key, body
+            "Ready: %s serves %s (after %.1fs). Try:\n\n%s\n", self._plan.address, self._plan.model_id, seconds, curl
         )
 
     def _check_children(self) -> None:

@@ -6,6 +6,7 @@ Nothing here runs while requests run. The port is taken first, so that a busy on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -13,7 +14,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,6 +92,22 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
+    try:
+        async with assembled(config) as (app, _):
+            server = Server(app, on_listening=_settle)
+            await server.serve([listener])
+    except asyncio.CancelledError:
+        logger.info("Stopped while starting")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _cannot_listen(config.hostname, config.port, error) from error
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Scheduler]]:
+    """The application and what schedules behind it, joined to a warm shard. Raises StartupError."""
     client = ShardClient.connect(config.master_shard_uds_path)
     try:
         tokenizer, (shard, warm) = await _together(_load(config), _warm_up(client, config))
@@ -101,21 +118,12 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             raise StartupError(f"The shard warmed up, but then was lost: {error}") from error
         pool = EncodePool(tokenizer, config.validation_workers)
         try:
-            app = _application(config, shard, warm, tokenizer, pool, scheduler)
-            server = Server(app, on_listening=_settle)
-            await server.serve([listener])
+            yield _application(config, shard, warm, tokenizer, pool, scheduler), scheduler
         finally:
             await scheduler.close()
             pool.close()
-    except asyncio.CancelledError:
-        logger.info("Stopped while starting")
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise _cannot_listen(config.hostname, config.port, error) from error
     finally:
         await client.close()
-    return 0
 
 
 def _settle() -> None:
@@ -166,6 +174,7 @@ async def _warm_up(client: ShardClient, config: RouterConfig) -> tuple[ShardInfo
 async def _wait_for_shard(client: ShardClient, path: str) -> ShardInfo:
     loop = asyncio.get_running_loop()
     remind_at = loop.time() + SHARD_REMINDER_S
+    logger.debug("Waiting for the shard at %s", path)
     while True:
         try:
             return await client.info()

@@ -16,8 +16,6 @@ import torch
 from tgi import env
 from tgi.errors import StartupError
 from tgi.model_config import ModelConfig, read_model_config
-from tgi.proto.v3 import generate_pb2_grpc as v3_rpc
-from tgi.proto.v4 import generate_pb2_grpc as v4_rpc
 from tgi.server.attention.select import select_backend
 from tgi.server.config import ShardConfig
 from tgi.server.distributed.group import Group, make_group
@@ -31,7 +29,7 @@ from tgi.server.models.registry import build_model
 from tgi.server.platforms.detect import platform_of
 from tgi.server.platforms.platform import Platform
 from tgi.server.rpc.interceptors import ErrorInterceptor
-from tgi.server.rpc.v3 import V3Service
+from tgi.server.rpc.v3 import DEFAULT_MAX_ROWS, V3Service
 from tgi.server.rpc.v4 import FollowerService, V4Service
 from tgi.server.weights.checkpoint import Checkpoint, open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
@@ -116,8 +114,8 @@ def _lead(
     loop.start()
     server, url = _bind(config)
     # Only rank 0 is named: it answers for every id.
-    v4_rpc.add_ShardServiceServicer_to_server(V4Service(shard, [url]), server)
-    v3_rpc.add_TextGenerationServiceServicer_to_server(V3Service(shard, config.model_path, [url]), server)
+    V4Service(shard, [url]).add_to(server)
+    V3Service(shard, config.model_path, [url], config.max_batch_size or DEFAULT_MAX_ROWS).add_to(server)
     server.start()
     log.info("Server started at %s", url)
     while not stop.wait(0.2) and not loop.ended.is_set():
@@ -134,7 +132,7 @@ def _lead(
 def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform, stop: threading.Event) -> int:
     wire = join_leader(runner.group, config.master_addr, runner.device)
     server, url = _bind(config)
-    v4_rpc.add_ShardServiceServicer_to_server(FollowerService(), server)
+    FollowerService().add_to(server)
     server.start()
     log.info("Rank %d of %d follows at %s", config.rank, config.world_size, url)
     # The leader's stop ends this, not the signal: plans may still be on their way. The launcher kills what does not

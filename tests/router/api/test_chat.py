@@ -92,12 +92,16 @@ def test_our_additions_reach_the_backend(app: App) -> None:
     }
     assert app.post(CHAT, {"messages": USER, **body}).status == 200
     request = app.backend.requests[-1]
-    assert (request.stopping.min_new_tokens, request.stopping.stop_ids, request.stopping.ignore_eos) == (2, (9, 4), True)
+    assert (request.stopping.min_new_tokens, request.stopping.stop_ids, request.stopping.ignore_eos) == (
+        2,
+        (9, 4),
+        True,
+    )
     assert (request.priority, request.use_cache, request.cache_salt) == (3, False, "s")
     assert (request.sampling.top_k, request.sampling.min_p, request.stopping.include_stop) == (5, 0.25, True)
 
 
-@pytest.mark.fault("TGI#2296")
+@pytest.mark.fault("TGI#2296", "vllm#27572")
 @pytest.mark.parametrize(
     ("reason", "stop", "word"),
     [
@@ -251,7 +255,11 @@ def test_too_long_has_its_own_code(app: App, stream: bool) -> None:
 def test_errors_before_the_first_token_have_their_status(app: App, stream: bool) -> None:
     app.backend.script = Script((), error=GenerationFailed("x"))
     answer = app.post(CHAT, {"messages": USER, "stream": stream})
-    assert (answer.status, answer.json["error"]["type"], answer.json["error_type"]) == (424, "server_error", "generation")
+    assert (answer.status, answer.json["error"]["type"], answer.json["error_type"]) == (
+        424,
+        "server_error",
+        "generation",
+    )
     app.backend.refusal = Overloaded(retry_after_s=7)
     answer = app.post(CHAT, {"messages": USER, "stream": stream})
     assert (answer.status, answer.headers["retry-after"]) == (429, "7")

@@ -138,6 +138,20 @@ def test_the_seed_is_used_and_reported(app: App) -> None:
     assert app.backend.requests[-1].sampling.seed == 99
 
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(TRACE, TRACE), ("ff" + TRACE[2:], ""), (TRACE[:-3], ""), ("x", ""), (TRACE.upper(), ""), (None, "")],
+)
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/chat/completions"])
+def test_a_valid_trace_context_goes_with_the_request(app: App, path: str, given: str | None, kept: str) -> None:
+    body = {"inputs": "x"} if "generate" in path else {"messages": [{"role": "user", "content": "x"}]}
+    assert app.post(path, body, {"traceparent": given} if given else None).status == 200
+    assert app.backend.requests[-1].traceparent == kept
+
+
 ERRORS = [
     (GenerationFailed("out of luck"), 424, "Request failed during generation: Server error: out of luck", "generation"),
     (Unavailable("gone"), 503, "The model server cannot be reached: gone", "unavailable"),

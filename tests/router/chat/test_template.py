@@ -83,7 +83,7 @@ def test_variables_reach_the_template_but_cannot_replace_ours() -> None:
 @pytest.mark.fault("vllm#25108", "mistral.rs#45")
 def test_the_templates_own_message_is_told() -> None:
     source = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    with pytest.raises(TemplateFailed, match="^System role not supported$") as caught:
+    with pytest.raises(TemplateFailed, match=r"^System role not supported$") as caught:
         render(source, {"role": "system", "content": "x"})
     assert caught.value.param == "messages"
 
@@ -109,13 +109,13 @@ def test_whatever_a_template_does_wrong_is_the_chats_error(source: str, told: st
 def test_no_template_is_said_so() -> None:
     template = ChatTemplate(None, {})
     assert template.failure is not None
-    with pytest.raises(TemplateFailed, match="^template not found: .*--tokenizer-config-path$"):
+    with pytest.raises(TemplateFailed, match=r"^template not found: .*--tokenizer-config-path$"):
         template.render([USER])
 
 
 def test_a_template_that_does_not_compile_fails_its_chats_only() -> None:
     template = ChatTemplate("{% for %}", {})
-    with pytest.raises(TemplateFailed, match="^the model's chat template does not compile: "):
+    with pytest.raises(TemplateFailed, match=r"^the model's chat template does not compile: "):
         template.render([USER])
 
 

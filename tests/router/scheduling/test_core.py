@@ -58,6 +58,18 @@ def test_requests_run_together_and_get_their_own_answer(lag: int, caching: bool)
         assert times.received <= times.queued <= times.admitted <= times.first_token <= times.finished
 
 
+@pytest.mark.row("D: Long generations (segments)")
+def test_a_long_answer_is_one_answer() -> None:
+    link = joined(PlainShard(num_blocks=200))
+    request = make_request(range(10), 1_500)
+    _, sink = submit(link, request)
+    settle(link)
+    assert sink.ids == expected(request)
+    assert sink.finish is not None
+    assert (sink.finish.reason, sink.finish.num_generated) == (FinishReason.LENGTH, 1_500)
+    assert sum(len(command.admit) for command in link.shard.log) == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_second_equal_prompt_finds_the_first_ones_prefix_and_answer() -> None:
     link = joined(PlainShard(block_size=4))
     request = make_request(range(20), 9)
@@ -228,8 +240,7 @@ def test_prompt_logprobs_are_not_asked_for_again() -> None:
     shard = PlainShard(prefill_budget=64)
     link = joined(shard)
     _, sink = submit(link, make_request(range(18), 8, prompt_logprobs=True))
-    while not sink.events:
-        link.round()
+    link.until(lambda: sink.events)
     link.open()
     settle(link)
     admits = [admit for command in shard.log for admit in command.admit]
@@ -264,6 +275,7 @@ def test_what_could_not_run_alone_is_refused_with_the_numbers() -> None:
     assert len(sink.ids) == 6
 
 
+@pytest.mark.row("D: Error path and cache clearing")
 def test_one_poison_fails_alone_and_leaves_nothing_in_the_cache() -> None:
     shard = PlainShard(block_size=4)
     shard.poison_ids = frozenset({49})
@@ -288,6 +300,21 @@ def test_nan_is_that_rows_error() -> None:
     assert isinstance(bad.error, GenerationFailed)
     assert not bad.events
     assert link.core.allocator.num_free == link.core.allocator.num_blocks - 1, "its KV is not shared"
+
+
+def test_what_failed_late_shares_no_more_than_it_had() -> None:
+    """What made it fail may be in its KV: blocks computed since the prompt are not offered to others."""
+    request = make_request(range(12), 20)
+    answer = expected(request)
+    late = next(n for n in range(6, 20) if answer[n] not in [*range(12), *answer[:n]])
+    shard = PlainShard(block_size=4)
+    shard.nan_ids = frozenset({answer[late]})
+    link = joined(shard)
+    _, bad = submit(link, request)
+    settle(link)
+    assert isinstance(bad.error, GenerationFailed)
+    assert bad.ids == answer[:late]
+    assert link.core.allocator.num_free == link.core.allocator.num_blocks - 1 - 3
 
 
 class BrokenSink(MemorySink):
@@ -362,8 +389,7 @@ def test_a_client_that_goes_frees_everything_at_once(moment: str) -> None:
         link.round()
         assert entry.state is State.LIVE
         assert not entry.decoding
-    while moment == "decoding" and not sink.events:
-        link.round()
+    link.until(lambda: moment != "decoding" or sink.events)
     if moment == "ended":
         settle(link)
     before = len(sink.events)
@@ -414,9 +440,12 @@ def test_a_lost_stream_costs_nobody_anything(rounds: int, renewed: bool) -> None
         link.round()
     if renewed:
         shard.renew_cache(2)
+    before = [(entry.admitted_at, entry.first_token_at, entry.cached_len) for _, entry, _ in runs]
     link.open()
     settle(link)
-    for request, _, sink in runs:
+    for (request, entry, sink), moments in zip(runs, before):
+        after = (entry.admitted_at, entry.first_token_at, entry.cached_len)
+        assert all(then in (None, now) for then, now in zip(moments, after)), "the first of each counts"
         assert sink.ids == expected(request)
         assert sink.num_ends == 1
         assert sink.finish is not None
@@ -443,8 +472,7 @@ def test_a_cache_renewed_under_the_stream_starts_everybody_over() -> None:
     link = joined(shard)
     request = make_request(range(20), 9)
     _, sink = submit(link, request)
-    while len(sink.ids) < 3:
-        link.round()
+    link.until(lambda: len(sink.ids) >= 3)
     shard.renew_cache(2)
     for handle in list(shard.rows):
         shard._end(handle)

@@ -46,11 +46,13 @@ def tight(block_size: int, window: int, speculated: int = 0, **fields: int | boo
         speculated=speculated,
         longest_prompt=max(40, 2 * block_size),
         longest_answer=max(70, block_size // 2),
-        operations=1_200 if block_size < 64 else 400,
+        operations=900 if block_size < 64 else 400,
         **fields,  # pyright: ignore[reportArgumentType]
     )
 
 
+@pytest.mark.fault("TGI#3043")
+@pytest.mark.fault("vllm#22808")
 @pytest.mark.parametrize("block_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("speculated", [0, 4])
@@ -72,11 +74,10 @@ def test_handles_run_out_on_the_way() -> None:
 
 def test_the_histories_do_what_they_are_for() -> None:
     """Rows give way, prefixes are found, streams break: else the tests above would prove little."""
-    for block_size, seeds in ((4, 2), (64, 4)):
-        cores = [run(tight(block_size, 4), seed, lag=2)[0] for seed in range(seeds)]
-        assert sum(core.stats.preemptions for core in cores) > 3
-        assert sum(core.stats.cached_tokens for core in cores) > 500
-        assert sum(sum(core.stats.inference_failure.values()) for core in cores) > 4
+    cores = [run(tight(block_size, 4), seed=7, lag=2)[0] for block_size in (4, 16, 64)]
+    assert sum(core.stats.preemptions for core in cores) > 10
+    assert sum(core.stats.cached_tokens for core in cores) > 500
+    assert sum(sum(core.stats.inference_failure.values()) for core in cores) >= 3
 
 
 @pytest.mark.soak

@@ -19,7 +19,9 @@ def num_digits(spelling: str) -> int:
     return len(spelling.split("e")[0].replace(".", "").strip("-0"))
 
 
-@pytest.mark.parametrize("value", [-0.34, 0.1, -12.0625, 0.0, -1e-7, 3.4028235e38, 1.1754944e-38, 16777216.0, -0.6931472])
+@pytest.mark.parametrize(
+    "value", [-0.34, 0.1, -12.0625, 0.0, -1e-7, 3.4028235e38, 1.1754944e-38, 16777216.0, -0.6931472]
+)
 def test_known_spellings(value: float) -> None:
     assert shortest_f32(widened(value)) == value
 

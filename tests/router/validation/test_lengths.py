@@ -31,16 +31,20 @@ def test_native_answers_are_cut_to_what_fits(num_input: int, wish: int | None, e
     assert max_new_tokens(num_input, wish, NATIVE) == expected
 
 
+BOTH = "`inputs` tokens + `max_new_tokens` must be <= 4000. Given: {} `inputs` tokens and {} `max_new_tokens`"
+INPUT = "`inputs` must have less than 3000 tokens. Given: {}"
+
+
 @pytest.mark.parametrize(
     ("num_input", "wish", "text"),
     [
-        (2977, 1024, "`inputs` tokens + `max_new_tokens` must be <= 4000. Given: 2977 `inputs` tokens and 1024 `max_new_tokens`"),
-        (2977, 9999, "`inputs` tokens + `max_new_tokens` must be <= 4000. Given: 2977 `inputs` tokens and 9999 `max_new_tokens`"),
-        (3001, 10, "`inputs` must have less than 3000 tokens. Given: 3001"),
-        (3001, None, "`inputs` must have less than 3000 tokens. Given: 3001"),
-        (4001, None, "`inputs` tokens + `max_new_tokens` must be <= 4000. Given: 4001 `inputs` tokens and 0 `max_new_tokens`"),
+        (2977, 1024, BOTH.format(2977, 1024)),
+        (2977, 9999, BOTH.format(2977, 9999)),
+        (3001, 10, INPUT.format(3001)),
+        (3001, None, INPUT.format(3001)),
+        (4001, None, BOTH.format(4001, 0)),
     ],
-)  # fmt: skip
+)
 def test_native_routes_refuse_what_tgi_refuses_in_its_order(num_input: int, wish: int | None, text: str) -> None:
     with pytest.raises(ContextTooLong, match=f"^{re.escape(text)}$"):
         max_new_tokens(num_input, wish, NATIVE)

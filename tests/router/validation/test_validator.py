@@ -68,18 +68,18 @@ def test_what_the_scheduler_needs_goes_through() -> None:
 def test_parameters_are_checked_before_the_text_and_the_text_before_truncate() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         validate("", temperature=0.0)
-    with pytest.raises(InvalidRequest, match="^`inputs` cannot be empty$"):
+    with pytest.raises(InvalidRequest, match=r"^`inputs` cannot be empty$"):
         validate("", truncate=0)
     with pytest.raises(InvalidRequest, match="truncate"):
         validate("a" * 50, truncate=0)
     with pytest.raises(ContextTooLong):
         validate("a" * 50, min_tokens=100)
-    with pytest.raises(InvalidRequest, match="^`best_of` != 1 is not supported when streaming"):
+    with pytest.raises(InvalidRequest, match=r"^`best_of` != 1 is not supported when streaming"):
         validate("", best_of=2, temperature=0.0, is_streaming=True)
 
 
 def test_an_empty_chat_is_blamed_on_its_messages() -> None:
-    with pytest.raises(InvalidRequest, match="^`messages` cannot be empty$") as caught:
+    with pytest.raises(InvalidRequest, match=r"^`messages` cannot be empty$") as caught:
         validate("", CHAT)
     assert caught.value.param == "messages"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,3 +92,27 @@ def test_the_cache_is_written_and_its_bytes_are_counted():
     assert cache.num_bytes == 5 * backend.bytes_per_block(3, 2, 16, torch.bfloat16) == 5 * 3 * 2 * 2 * 8 * 16 * 2
     assert (len(cache.keys), len(cache.values), cache.num_blocks, cache.block_size) == (3, 3, 5, 8)
     assert not any(layer.any() for layer in (*cache.keys, *cache.values))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_it_gives_the_same_and_never_waits(dtype):
+    case = make_case([*RAGGED, (1, 0)], 9, 3, 64, 16, dtype=dtype, seed=8)
+    expected = run(case, 9, 3, 64, 16, window=50)
+    device = torch.device("cuda")
+    backend = TorchBackend("paged", 16)
+    cache = backend.make_cache(case.num_blocks, 1, 3, 64, dtype, device)
+    case.fill(lambda k, v, slots: kv_write(cache.keys[0], cache.values[0], k.cuda(), v.cuda(), slots.cuda()), 16)
+    columns = ("cu_seqlens_q", "context_lens_device", "block_tables", "slots")
+    inputs = replace(case.inputs, **{name: getattr(case.inputs, name).to(device) for name in columns})
+    query, key, value = case.query.to(device), case.key.to(device), case.value.to(device)
+    for mode in ("default", "error"):  # the first round may load kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = backend.plan(inputs, cache, 9)(0, query, key, value, 0.125, window=50)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)

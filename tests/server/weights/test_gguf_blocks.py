@@ -9,6 +9,8 @@ import torch
 
 from tgi.server.weights.gguf_blocks import BLOCKS, dequantize
 
+# Where a block's float16 numbers lie, if not in its first two bytes.
+SCALE_BYTES = {name: slice(0, 4) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {"Q6_K": slice(208, 210)}
 QUANTISED = [kind for kind, blocks in BLOCKS.items() if blocks.elements > 1]
 
 
@@ -28,14 +30,10 @@ def test_sizes_are_the_formats(kind: int) -> None:
 def test_any_bytes_decode_as_the_reference_decodes_them(kind: int) -> None:
     blocks = BLOCKS[kind]
     raw = np.random.default_rng(kind).integers(0, 256, (257, blocks.bytes), dtype=np.uint8)
-    # A random float16 scale is often infinite or not a number: there even signs may differ.
+    # A random float16 scale is often infinite or not a number: put proper ones where the type has them.
     scales = np.random.default_rng(1).standard_normal((257, 2)).astype(np.float16).view(np.uint8)
-    if blocks.name == "Q6_K":
-        raw[:, -2:] = scales[:, :2]
-    else:
-        raw[:, : (4 if blocks.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2)] = scales[
-            :, : (4 if blocks.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2)
-        ]
+    where = SCALE_BYTES.get(blocks.name, slice(0, 2))
+    raw[:, where] = scales[:, : where.stop - where.start]
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType(kind))
     decoded = dequantize(blocks, torch.from_numpy(raw))
     assert decoded.shape == (257, blocks.elements)

@@ -15,7 +15,7 @@ from tgi.errors import InvalidRequest, TgiError
 from tgi.router.api.answer import collect
 from tgi.router.api.body import BodyReader
 from tgi.router.api.errors import openai_body, openai_response
-from tgi.router.api.headers import answer_headers, stream_headers
+from tgi.router.api.headers import answer_headers, stream_headers, traceparent_of
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.backend import Finish, TokenEvent
@@ -54,7 +54,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     with services.infer.accept() as call:
         refuse_unsupported(body)
         prompt = await services.template.render_aside(template_messages(body.messages), body.chat_template_kwargs)
-        wish = Wish(prompt, parameters_of(body), CHAT, bool(body.stream), call.received_at)
+        wish = Wish(prompt, parameters_of(body), CHAT, bool(body.stream), call.received_at, traceparent_of(request))
         valid = await call.validate(wish)
         frame = Frame(body, services)
         if not body.stream:

@@ -11,7 +11,7 @@ from tgi.errors import TgiError
 from tgi.router.api.answer import collect
 from tgi.router.api.body import BodyReader
 from tgi.router.api.errors import native_body, native_response
-from tgi.router.api.headers import answer_headers, stream_headers
+from tgi.router.api.headers import answer_headers, stream_headers, traceparent_of
 from tgi.router.api.services import services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.backend import Finish, TokenEvent, TopToken
@@ -60,7 +60,7 @@ async def _plain(
     services = services_of(request)
     wanted = body.wanted
     with services.infer.accept() as call:
-        wish = Wish(body.inputs, wanted, NATIVE, received_at=call.received_at)
+        wish = Wish(body.inputs, wanted, NATIVE, False, call.received_at, traceparent_of(request))
         collector, finish = await collect(request, call, await call.validate(wish))
     text = _full_text(body, return_full_text, finish)
     answer = GenerateResponse(text, _details(collector, finish) if wanted.details else UNSET)
@@ -71,7 +71,7 @@ async def _plain(
 async def _stream(request: Request, body: GenerateRequest, return_full_text: bool = False) -> EventStream:
     services = services_of(request)
     with services.infer.accept() as call:
-        wish = Wish(body.inputs, body.wanted, NATIVE, is_streaming=True, received_at=call.received_at)
+        wish = Wish(body.inputs, body.wanted, NATIVE, True, call.received_at, traceparent_of(request))
         valid = await call.validate(wish)
     return EventStream(
         call,

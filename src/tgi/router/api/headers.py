@@ -1,10 +1,22 @@
-"""Response headers of the generation routes."""
+"""Headers of the generation routes: the trace that a request belongs to, and what an answer tells about itself."""
 
 from __future__ import annotations
 
+import re
 from math import floor
 
+from starlette.requests import Request
+
 from tgi.router.backend import Finish
+
+# W3C trace context; version ff is forbidden.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def traceparent_of(request: Request) -> str:
+    """The caller's trace context, "" where there is none that is valid."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def stream_headers(compute_type: str, characters: int) -> list[tuple[bytes, bytes]]:

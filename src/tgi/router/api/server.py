@@ -37,6 +37,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=IDLE_CONNECTION_S,
             )
         )

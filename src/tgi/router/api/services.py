@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -16,6 +16,8 @@ from tgi.router.schema.info import Info
 
 
 class Offsets(Protocol):
+    """Ids (u32) and, for each, (start, stop) in characters."""
+
     @property
     def ids(self) -> bytes: ...
 
@@ -26,7 +28,7 @@ class Offsets(Protocol):
 class OffsetEncoder(Protocol):
     """Text to ids with their places, off the event loop (`tgi.text.pool`)."""
 
-    async def encode(self, text: str, add_special_tokens: bool = True, with_offsets: bool = False) -> Any: ...
+    async def encode(self, text: str, add_special_tokens: bool = True, with_offsets: bool = False) -> Offsets: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,8 +180,7 @@ class SchedulerCore:
             self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
         self._opening = None
         self._is_mid_step = False
-        self._short.clear()
-        self._cancel.clear()
+        self._cancel.clear()  # handles of the stream that is gone
         self._update_gauges()
 
     def handle_step(self, step: Step) -> None:

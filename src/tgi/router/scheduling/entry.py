@@ -6,11 +6,13 @@ import math
 from array import array
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tgi.errors import GenerationFailed
 from tgi.router.backend import PromptToken, Sink, Times
 from tgi.router.memory.allocator import Allocation
+from tgi.router.memory.packed import ID_BYTES
+from tgi.router.scheduling.budget import SHARING_WORTH
 from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Admit, PromptLogprobs, Stopping
 
@@ -44,12 +46,21 @@ class Vocabulary(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
+class PrefixWait(NamedTuple):
+    """An entry stays queued until the row `handle` of `leader` has published `length` tokens."""
+
+    leader: Entry
+    handle: int
+    length: int
+
+
 class State(Enum):
     QUEUED = "queued"
     LIVE = "live"
     ENDED = "ended"
 
 
+PREFIX_HEAD = SHARING_WORTH * ID_BYTES
 NEVER = 1 << 62  # tokens; no row gets there
 
 
@@ -79,6 +90,7 @@ class Entry:
         "namespace",
         "num_prompt",
         "passed_over",
+        "prefix_key",
         "queued_at",
         "request",
         "returning",
@@ -87,6 +99,7 @@ class Entry:
         "sink",
         "state",
         "text",
+        "waits_for",
     )
 
     def __init__(
@@ -113,6 +126,8 @@ class Entry:
         self.cached_len: int | None = None  # tokens, at the first admission
         self.returning = False  # back in the queue after it ran
         self.passed_over = 0  # how many younger ones went first since it did not fit
+        self.prefix_key = (self.namespace, request.prompt_ids[:PREFIX_HEAD])  # what sharers have in common at least
+        self.waits_for: PrefixWait | None = None
         self.lent_priority = request.priority  # of the most urgent request that waits for this one's prefix
         self.barren_losses = 0  # shards lost under it since its last token
         self.handle = 0

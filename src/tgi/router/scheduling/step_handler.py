@@ -73,7 +73,7 @@ class StepHandler:
                             tops.get((handle, offset)) if tops else None,
                         )
                         if entry.state is not State.LIVE:
-                            continue  # the rest of the row's tokens in this Step is nobody's
+                            break  # the rest of the row's tokens in this Step is nobody's
                     else:
                         if entry.num_prompt + len(entry.generated) > entry.grow_at:
                             short[handle] = entry

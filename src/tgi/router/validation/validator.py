@@ -43,7 +43,7 @@ class Wish:
     door: Door
     is_streaming: bool = False
     received_at: float = 0.0  # time.perf_counter()
-    traceparent: str = ""
+    traceparent: str = ""  # W3C trace context
 
 
 def random_seed() -> int:

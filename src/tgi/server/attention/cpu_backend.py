@@ -23,6 +23,9 @@ _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT
 _TILE_ROWS = 24
 # Multiply-adds below which waking a second thread costs more than it saves.
 _ALONE_BELOW = 60_000
+# What changes from layer to layer: words QUERY to SINKS, and KEY to VALUES. A float takes the lower half of its word.
+_ATTEND_CALL = struct.Struct("<8qf4xqf4xq")
+_WRITE_CALL = struct.Struct("<9q")
 
 
 class CpuBackend:
@@ -104,16 +107,25 @@ class CpuStep:
         _, num_kv_heads, head_dim, _ = cache.keys[0].shape
         table = inputs.block_tables.contiguous()
         slots = inputs.slots.contiguous()
+        # The kernels check no bounds.
+        assert table.dtype == torch.int32, "block tables are int32"
+        assert slots.dtype == torch.int64, "slots are int64"
+        assert max(inputs.context_lens, default=0) <= table.shape[1] * cache.block_size, "a row has too few blocks"
         self._cache = cache
-        self._alone = alone
+        self._cache_kind = _KINDS[cache.dtype]
+        self._attend_alone = alone
+        self._num_scratches = scratch.numel() // scratch_stride
+        self._write_alone = len(slots) <= 4 * write.TOKENS
         # The kernels hold addresses; these keep what is there alive.
         self._alive = (table, slots, items, scratch, partials, counters)
         self._attend = np.zeros(attend.NUM_ARGUMENTS, np.int64)
         self._write = np.zeros(write.NUM_ARGUMENTS, np.int64)
 
+        self._attend_address, self._write_address = self._attend.ctypes.data, self._write.ctypes.data
+        self._attend_worker, self._write_worker = attend.attention_worker(), write.write_worker()
+
         words = self._attend
         words[NUM_ITEMS] = len(items) * num_kv_heads
-        words[attend.CACHE_KIND] = _KINDS[cache.dtype]
         words[attend.TABLE] = table.data_ptr()
         words[attend.TABLE_STRIDE] = table.shape[1]
         words[attend.ITEMS] = items.ctypes.data
@@ -128,7 +140,7 @@ class CpuStep:
 
         words = self._write
         words[NUM_ITEMS] = -(-len(slots) // write.TOKENS) * num_kv_heads
-        words[write.CACHE_KIND] = _KINDS[cache.dtype]
+        words[write.CACHE_KIND] = self._cache_kind
         words[write.SLOTS] = slots.data_ptr()
         words[write.NUM_TOKENS] = len(slots)
         words[write.NUM_KV_HEADS] = num_kv_heads
@@ -150,32 +162,24 @@ class CpuStep:
         keys, values = self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr()
         kind = _KINDS[query.dtype]
 
-        words = self._write
-        words[NEXT_ITEM] = 0
-        words[write.KEY : write.VALUES + 1] = (
-            key.data_ptr(), key.stride(0), key.stride(1),
-            value.data_ptr(), value.stride(0), value.stride(1),
-            kind, keys, values,
+        self._write[NEXT_ITEM] = 0
+        _WRITE_CALL.pack_into(
+            self._write.data, 8 * write.KEY,
+            key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2], kind, keys, values,
         )  # fmt: skip
-        run(write.write_worker(), words.ctypes.data, words[write.NUM_TOKENS] <= 4 * write.TOKENS)
+        run(self._write_worker, self._write_address, self._write_alone)
 
         out = torch.empty(query.shape, dtype=query.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        words = self._attend
-        words[NEXT_ITEM] = words[NEXT_THREAD] = 0
-        words[attend.QUERY : attend.VALUES + 1] = (
-            query.data_ptr(), query.stride(0), query.stride(1), kind, out.data_ptr(), keys, values,
+        self._attend[NEXT_ITEM] = self._attend[NEXT_THREAD] = 0
+        _ATTEND_CALL.pack_into(
+            self._attend.data, 8 * attend.QUERY,
+            query.data_ptr(), *query.stride()[:2], kind, out.data_ptr(), keys, values, self._cache_kind,
+            scale, window or 0, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        words[attend.SCALE : attend.SINKS + 1] = (
-            _float_bits(scale), window or 0, _float_bits(softcap or 0.0), 0 if sinks is None else sinks.data_ptr(),
-        )  # fmt: skip
-        run(attend.attention_worker(), words.ctypes.data, self._alone)
+        run(self._attend_worker, self._attend_address, self._attend_alone, self._num_scratches)
         return out
-
-
-def _float_bits(value: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 def _padded(head_dim: int) -> int:

@@ -96,6 +96,9 @@ def _checked_block_size(name: str, block_size: int | None) -> int:
 
 def _build(name: str, device_type: str, block_size: int) -> AttentionBackend:
     if name == "flashdecoding-ipex":
+        if importlib.util.find_spec("numba") is None:
+            logger.warning("Attention backend %s runs on the torch reference: numba is not installed", name)
+            return TorchBackend(name, block_size)
         # Imported here: numba takes a second, which a GPU's start need not spend.
         from tgi.server.attention.cpu_backend import CpuBackend
 

@@ -131,9 +131,9 @@ class Loop:
         if launched:
             self._take(wait_s=0.0)
             return
-        if engine is not None and outbox is not None and not self._told_stalled:
+        if engine is not None and outbox is not None and not self._told_stalled and engine.window_is_open:
             self._told_stalled = True
-            if engine.window_is_open and (step := engine.idle_step()) is not None:
+            if (step := engine.idle_step()) is not None:
                 outbox.put(step)
         self._rest(engine)
 
@@ -188,7 +188,8 @@ class Loop:
                     future.set_exception(error)
             case (Outbox() as outbox, Command() as command):
                 if outbox is self._outbox and self._engine is not None:
-                    self._told_stalled = False
+                    # A bare `seen` changes nothing for a row: it must not draw another report of the same stall.
+                    self._told_stalled = self._told_stalled and not command
                     self._engine.apply(command)
             case _:
                 pass

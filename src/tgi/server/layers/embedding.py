@@ -37,18 +37,16 @@ class Head:
         own = own_ids(source, vocab_size)
         self._group = source.group if own.stop - own.start < vocab_size else None
         if tied_to is not None:
-            self._kernel = source.matrix(tied_to.weight)
+            self._kernel = source.matrix(tied_to.weight, float_out=True)
         else:
             place = source.at(name)
             part = Part(place.prefix, (vocab_size, hidden_size), own, slice(0, hidden_size), place.has("bias"))
-            self._kernel = source.linear([part])
+            self._kernel = source.linear([part], float_out=True)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32."""
         logits = self._kernel(hidden)
-        if self._group is not None:
-            logits = self._group.all_gather(logits)
-        return logits.float()
+        return logits if self._group is None else self._group.all_gather(logits)
 
 
 def own_ids(source: Source, vocab_size: int) -> slice:

@@ -65,14 +65,14 @@ class Source:
         self.kept.append(parameter)
         return parameter
 
-    def linear(self, parts: Sequence[Part]) -> LinearKernel:
-        kernel = self.scheme.load(self.checkpoint, parts, self.dtype, self.device)
+    def linear(self, parts: Sequence[Part], float_out: bool = False) -> LinearKernel:
+        kernel = self.scheme.load(self.checkpoint, parts, self.dtype, self.device, float_out)
         self.kept.extend(kernel.kept)
         return kernel
 
-    def matrix(self, weight: torch.Tensor) -> LinearKernel:
+    def matrix(self, weight: torch.Tensor, float_out: bool = False) -> LinearKernel:
         """A linear map over a parameter that exists already (a head that shares the embedding's)."""
-        kernel = self.ops.linear(weight, None)
+        kernel = self.ops.linear(weight, None, float_out)
         self.kept.extend(kernel.kept)
         return kernel
 

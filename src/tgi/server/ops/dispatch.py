@@ -23,7 +23,7 @@ class Ops:
     gelu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_and_mul
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_tanh_and_mul
     relu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.relu_and_mul
-    linear: Callable[[torch.Tensor, torch.Tensor | None], matmul.LinearKernel] = matmul.linear
+    linear: Callable[[torch.Tensor, torch.Tensor | None, bool], matmul.LinearKernel] = matmul.linear
 
 
 def bind(kernels: Mapping[str, str]) -> Ops:

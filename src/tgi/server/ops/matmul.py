@@ -5,15 +5,19 @@ A weight has one form at every batch size, so that no answer depends on how many
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 
 class LinearKernel(Protocol):
-    """[..., in] -> [..., out], in the weight's dtype. `kept` is every tensor it holds on to."""
+    """[..., in] -> [..., out]."""
 
-    kept: tuple[torch.Tensor, ...]
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """All that it holds on to."""
+        ...
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor: ...
 
@@ -21,15 +25,20 @@ class LinearKernel(Protocol):
 class DenseLinear:
     """The weight as it is."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, float_out: bool) -> None:
         self._weight = weight
         self._bias = bias
-        self.kept = (weight,) if bias is None else (weight, bias)
+        self._float_out = float_out
+        self.kept: Sequence[torch.Tensor] = (weight,) if bias is None else (weight, bias)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(inputs, self._weight, self._bias)
+        outputs = torch.nn.functional.linear(inputs, self._weight, self._bias)
+        return outputs.float() if self._float_out else outputs
 
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """weight [out, in], bias [out]. May reorder the weight into a copy; then the caller's own can go."""
-    return DenseLinear(weight, bias)
+def linear(weight: torch.Tensor, bias: torch.Tensor | None, float_out: bool = False) -> LinearKernel:
+    """weight [out, in], bias [out]. Outputs have the weight's dtype, or float32 with `float_out`.
+
+    A kernel may reorder the weight into a copy; then the caller's own can go.
+    """
+    return DenseLinear(weight, bias, float_out)

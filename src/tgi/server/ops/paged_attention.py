@@ -105,6 +105,7 @@ def _attend_span(
     # What stands behind a row's end was left by somebody else: 0 · NaN would bring a stranger's fault here.
     values = values.masked_fill((key_positions >= lens).view(n, 1, 1, num_keys, 1), 0.0)
 
+    sink = None if sinks is None else sinks.float().view(1, num_kv_heads, group, 1, 1)
     chunk = max(1, _MAX_ELEMENTS // (n * num_heads * num_keys))
     for begin in range(0, q, chunk):
         size = min(chunk, q - begin)
@@ -120,13 +121,12 @@ def _attend_span(
             hidden = hidden | (key_positions <= positions.unsqueeze(-1) - window)
         scores = scores.masked_fill(hidden.view(n, 1, 1, size, num_keys), float("-inf"))
         peak = scores.amax(-1, keepdim=True)
-        if sinks is not None:
-            sink = sinks.float().view(1, num_kv_heads, group, 1, 1)
+        if sink is not None:
             peak = torch.maximum(peak, sink)
         peak = peak.clamp(min=torch.finfo(torch.float32).min)  # a query that sees nothing: exp(-inf - finite) = 0
         weights = torch.exp(scores - peak)
         total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
+        if sink is not None:
             total = total + torch.exp(sink - peak)
         mixed = torch.matmul(weights, values) / total.clamp(min=torch.finfo(torch.float32).tiny)
         target = out[span.first_token : span.first_token + n * q].unflatten(0, (n, q))[:, begin : begin + size]

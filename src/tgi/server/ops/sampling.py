@@ -1,5 +1,5 @@
-"""Op sample: logits and packed parameters -> chosen ids. `sampling/sampler.py` says what is computed and composes it from
-torch; that is the reference. Here is the kernel of a device that has one.
+"""Op sample: logits and packed parameters -> chosen ids. `sampling/sampler.py` says what is computed and composes it
+from torch; that is the reference. Here is the kernel of a device that has one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = [
     "sample_kernel",
 ]
 
-# logits [n, vocab] f32, table [max_rows, NUM_WORDS] int32, rows [n] int64, positions [n] int64, greedy_only, with_scores
-# -> ids [n] int64, logprobs [n] f32, is_nan [n] bool, scores [n, vocab] f32 or None, normalizers [n] f32. Where scores
-# are wanted, score - normalizer is a token's logprob.
+# Takes logits [n, vocab] f32, table [max_rows, NUM_WORDS] int32, rows [n] int64, positions [n] int64, greedy_only,
+# with_scores; gives ids [n] int64, logprobs [n] f32, is_nan [n] bool, scores [n, vocab] f32 or None, normalizers [n]
+# f32. Where scores are wanted, score - normalizer is a token's logprob.
 SampleKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool],
     tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],

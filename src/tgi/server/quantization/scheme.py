@@ -33,7 +33,12 @@ class Part:
 
 class Scheme(Protocol):
     def load(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        device: torch.device,
+        float_out: bool,
     ) -> LinearKernel:
-        """One linear map whose outputs are the parts' rows, one part after the other."""
+        """One linear map whose outputs are the parts' rows, one part after the other; in float32 with `float_out`."""
         ...

@@ -18,7 +18,12 @@ class Unquantized:
         self._ops = ops
 
     def load(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        device: torch.device,
+        float_out: bool,
     ) -> LinearKernel:
         sizes = [part.num_rows for part in parts]
         weight = torch.empty(sum(sizes), parts[0].num_columns, dtype=dtype, device=device)
@@ -30,4 +35,4 @@ class Unquantized:
             for part, rows in zip(parts, bias.split(sizes), strict=True):
                 if part.bias:
                     load_into(rows, checkpoint, f"{part.module}.bias", part.shape[:1], (part.rows,))
-        return self._ops.linear(weight, bias)
+        return self._ops.linear(weight, bias, float_out)

@@ -47,6 +47,9 @@ class V3Service(rpc.TextGenerationServiceServicer):
         self._loaded: Tokenizer | None = None
         self._stepper = Stepper(engine, self._tokenizer, max_rows)
 
+    def add_to(self, server: grpc.Server) -> None:
+        rpc.add_TextGenerationServiceServicer_to_server(self, server)
+
     # --- the service -------------------------------------------------------------------------------------------
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:

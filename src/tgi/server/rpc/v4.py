@@ -21,6 +21,9 @@ class V4Service(rpc.ShardServiceServicer):
         self._urls = list(urls)
         self._codec = Codec()
 
+    def add_to(self, server: grpc.Server) -> None:
+        rpc.add_ShardServiceServicer_to_server(self, server)
+
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         return self._codec.info(self._shard.info())
 
@@ -68,6 +71,9 @@ class V4Service(rpc.ShardServiceServicer):
 
 class FollowerService(rpc.ShardServiceServicer):
     """What ranks other than 0 answer: that they are there."""
+
+    def add_to(self, server: grpc.Server) -> None:
+        rpc.add_ShardServiceServicer_to_server(self, server)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         return pb.HealthResponse(phase="running", step=0, since_s=0.0, hung_after_s=float("inf"))

@@ -109,8 +109,9 @@ class GgufCheckpoint:
             raise StartupError(str(error)) from error
         rows = np.frombuffer(data, dtype=np.uint8).reshape(*lead, row_bytes)
         heads = self._permuted_heads(name)
-        wanted = tuple(slice(*bound) for bound in outer)
-        return rows[wanted] if heads is None else rows[row_order(lead[0], heads)[wanted[0]]]
+        if heads is None:
+            return rows[tuple(slice(*bound) for bound in outer)]
+        return rows[row_order(rows.shape[0], heads)[slice(*outer[0])]]
 
     def _permuted_heads(self, name: str) -> int | None:
         """Heads whose rows are reordered in this tensor; None when its rows are in checkpoint order."""

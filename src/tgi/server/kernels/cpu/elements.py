@@ -16,12 +16,15 @@ KIND_OF = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOA
 
 
 class Elements(NamedTuple):
-    """How a compiled loop reads and writes one number format. numba has no half formats: their bits travel as uint16."""
+    """How a compiled loop reads and writes one number format. numba has no halves: their bits travel as uint16.
 
-    pointer: Callable[[int], Any]  # address -> pointer for numba's carray
+    The functions are numba's, for compiled code only.
+    """
+
+    pointer: Any  # address -> pointer for carray
     width: int  # bytes
-    widen: Callable[[Any], float]  # element of such an array -> float32
-    narrow: Callable[[float], Any]  # float32 -> element, rounded to nearest even
+    widen: Any  # element of such an array -> float32
+    narrow: Any  # float32 -> element, rounded to nearest even
 
 
 def _pointer(element: types.Type):
@@ -37,40 +40,26 @@ def _pointer(element: types.Type):
     return pointer
 
 
-def _widen(element: types.Type, convert: Callable[[ir.IRBuilder, ir.Value], ir.Value]):
+def _conversion(source: types.Type, target: types.Type, convert: Callable[[Any, Any], Any]):
     @intrinsic
-    def widen(typingctx, value):
+    def conversion(typingctx, value):
         del typingctx, value
 
         def emit(context, builder, signature, arguments):
             del context, signature
             return convert(builder, arguments[0])
 
-        return types.float32(element), emit
+        return target(source), emit
 
-    return widen
-
-
-def _narrow(element: types.Type, convert: Callable[[ir.IRBuilder, ir.Value], ir.Value]):
-    @intrinsic
-    def narrow(typingctx, value):
-        del typingctx, value
-
-        def emit(context, builder, signature, arguments):
-            del context, signature
-            return convert(builder, arguments[0])
-
-        return element(types.float32), emit
-
-    return narrow
+    return conversion
 
 
-def _bfloat16_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def _bfloat16_to_float(builder: Any, bits: Any) -> Any:
     wide = builder.zext(bits, ir.IntType(32))
     return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
 
 
-def _float_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _float_to_bfloat16(builder: Any, value: Any) -> Any:
     def word(number: int) -> ir.Constant:
         return ir.Constant(ir.IntType(32), number)
 
@@ -82,21 +71,26 @@ def _float_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.select(is_nan, word(0x7FC0), rounded), ir.IntType(16))
 
 
-def _float16_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def _float16_to_float(builder: Any, bits: Any) -> Any:
     return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
 
-def _float_to_float16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _float_to_float16(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
 
 
-def _same(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _same(builder: Any, value: Any) -> Any:
     del builder
     return value
 
 
 ELEMENTS = {
-    kind: Elements(_pointer(element), width, _widen(element, to_float), _narrow(element, from_float))
+    kind: Elements(
+        _pointer(element),
+        width,
+        _conversion(element, types.float32, to_float),
+        _conversion(types.float32, element, from_float),
+    )
     for kind, element, width, to_float, from_float in (
         (FLOAT32, types.float32, 4, _same, _same),
         (BFLOAT16, types.uint16, 2, _bfloat16_to_float, _float_to_bfloat16),

@@ -12,8 +12,10 @@ import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
@@ -32,7 +34,7 @@ def worker(function: Callable[[int], None]) -> Callable[[], int]:
     The worker takes items by `atomic_add` on NEXT_ITEM until NUM_ITEMS. It must not allocate or raise: it runs without
     the GIL, on threads that Python does not know.
     """
-    compiled: list = []
+    compiled: list[Any] = []
 
     def address() -> int:
         if not compiled:
@@ -42,7 +44,7 @@ def worker(function: Callable[[int], None]) -> Callable[[], int]:
     return address
 
 
-def _compile(function: Callable[[int], None]):
+def _compile(function: Callable[[int], None]) -> Any:
     # numba's cache notices a change of the function's own file only; its building blocks live in other files.
     function.__qualname__ = f"{function.__qualname__}_{_fingerprint():08x}"
     options = {"nopython": True, "error_model": "numpy"}
@@ -63,7 +65,7 @@ def _fingerprint() -> int:
     return functools.reduce(lambda crc, path: zlib.crc32(path.read_bytes(), crc), sources, 0)
 
 
-def _find_gomp_parallel():
+def _find_gomp_parallel() -> Any:
     """GOMP_parallel of the library that torch loaded for the whole process; None where torch threads otherwise."""
     if not torch.backends.openmp.is_available():
         return None
@@ -77,7 +79,7 @@ def _find_gomp_parallel():
 
 
 _gomp_parallel = _find_gomp_parallel()
-_call_alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_call_alone = functools.cache(ctypes.CFUNCTYPE(None, ctypes.c_int64))  # address -> function that releases the GIL
 
 
 def max_threads() -> int:
@@ -85,28 +87,31 @@ def max_threads() -> int:
     return torch.get_num_threads() if _gomp_parallel is not None else 1
 
 
-def run(worker_address: int, arguments_address: int, alone: bool) -> None:
+def run(worker_address: int, arguments_address: int, alone: bool, max_workers: int | None = None) -> None:
     """Run the worker to the end on all threads, or on the calling thread alone where the work is too small to share.
 
-    The caller has set NEXT_ITEM and NEXT_THREAD to 0 and NUM_ITEMS; other Python threads run meanwhile.
+    The caller has set NEXT_ITEM and NEXT_THREAD to 0 and NUM_ITEMS; other Python threads run meanwhile. `max_workers`:
+    for how many the caller has scratch memory, where that matters.
     """
     threads = 1 if alone else max_threads()
+    if max_workers is not None:
+        threads = min(threads, max_workers)
     if threads > 1:
-        _gomp_parallel(worker_address, arguments_address, threads, 0)  # pyright: ignore[reportOptionalCall]
+        _gomp_parallel(worker_address, arguments_address, threads, 0)
     else:
         _call_alone(worker_address)(arguments_address)
 
 
-@intrinsic
-def atomic_add(typingctx, address, value):
+def _atomic_add(typingctx, address, value):
     """Add to the int64 at `address`; returns what was there. Sequentially consistent."""
     del typingctx, address, value
 
     def emit(context, builder, signature, arguments):
         del context, signature
-        from llvmlite import ir
-
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), emit
+
+
+atomic_add: Any = intrinsic(_atomic_add)

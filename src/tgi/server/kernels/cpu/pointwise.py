@@ -1,7 +1,7 @@
 """Norm and rotation on a CPU: one pass over memory and one call each, where torch takes ten. At small batches the calls
 are the cost. (Gated activations gain nothing: torch's two calls are as quick.)
 
-A row's arithmetic depends on nothing but that row, so its bits are the same in every batch and on any number of threads.
+A row's arithmetic depends on nothing but that row: it has the same bits in every batch and on any number of threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
 
 from tgi.server.kernels.cpu.elements import ELEMENTS, KIND_OF
 from tgi.server.kernels.cpu.parallel import FIRST_ARGUMENT, NEXT_ITEM, NUM_ITEMS, atomic_add, run, worker

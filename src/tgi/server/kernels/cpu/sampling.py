@@ -1,7 +1,7 @@
 """Choosing the next id on a CPU: one pass of a row through the caches instead of a tensor operation per step.
 
-Computes what `sampling/sampler.py` describes and composes from torch; ids are the same. Most of a row is never looked at
-twice: blocks of 64 tokens whose best cannot win, or cannot be among the kept, are passed over.
+Computes what `sampling/sampler.py` describes and composes from torch; ids are the same. Most of a row is never looked
+at twice: blocks of 64 tokens whose best cannot win, or cannot be among the kept, are passed over.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ _SCALE = 2.0**-40
 _INF, _NAN, _ZERO = np.float32(np.inf), np.float32(np.nan), np.float32(0)
 # How far below the best, in nats, candidates of top-p are sought, in turn, until their mass suffices.
 _REACH = (np.float32(4.0), np.float32(9.0), np.float32(20.0), _INF)
+# So many kept tokens get their noise one by one; more of them, in blocks of vectors.
+_FEW = 4096
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -246,6 +248,28 @@ def _choose_among(scores, ids, count, position, seed, words):
 
 
 @njit(error_model="numpy")
+def _drop_others(scores, vocab_size, block_ranks, ids, count):
+    """Scores of tokens that are not in `ids` (ascending) become -inf; an id in the block of the best."""
+    token = 0
+    for i in range(count):
+        while token < ids[i]:
+            scores[token] = -_INF
+            token += 1
+        token += 1
+    for other in range(token, vocab_size):
+        scores[other] = -_INF
+    best_id, best_rank = np.int64(0), _NO_RANK
+    for block in range(block_ranks.size):
+        rank = _NO_RANK
+        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, vocab_size)):
+            rank = min(rank, bits_of_float(scores[i]) & _RANK_MASK)
+        block_ranks[block] = rank
+        if rank < best_rank:
+            best_id, best_rank = block * _BLOCK, rank
+    return best_id
+
+
+@njit(error_model="numpy")
 def _scale(logits, vocab_size, best, temperature, scores, block_ranks):
     for block in range(block_ranks.size):
         begin = block * _BLOCK
@@ -255,7 +279,7 @@ def _scale(logits, vocab_size, best, temperature, scores, block_ranks):
             score = (logits[i] - best) / temperature
             scores[i] = score
             other = bits_of_float(score) & _RANK_MASK
-            rank = other if other < rank else rank
+            rank = min(rank, other)
         block_ranks[block] = rank
 
 
@@ -419,7 +443,11 @@ def _sample_row(arguments, scratch, index):
     if is_cut:
         count, total = _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, ids, ranks, masses)
         normalizer = np.float32(np.log(np.float64(total) * _SCALE))
-        chosen = _choose_among(scores, ids, count, position, seed, words)
+        if count <= _FEW:
+            chosen = _choose_among(scores, ids, count, position, seed, words)
+        else:
+            best_id = _drop_others(scores, vocab_size, block_ranks, ids, count)
+            chosen = _choose_all(scores, vocab_size, block_ranks, best_id, position, seed, words, noisy)
     else:
         chosen = _choose_all(scores, vocab_size, block_ranks, best_id, position, seed, words, noisy)
         if flags & FLAG_RAW == 0:
@@ -464,6 +492,9 @@ def sample(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, positions = rows.contiguous(), positions.contiguous()
+    # The kernel sees addresses alone.
+    assert logits.dtype == torch.float32, "logits are float32"
+    assert rows.dtype == positions.dtype == torch.int64, "rows and positions are int64"
     ids = torch.empty(n, dtype=torch.int64)
     logprobs = torch.empty(n)
     is_nan = torch.empty(n, dtype=torch.bool)
@@ -482,7 +513,7 @@ def sample(
         0 if shown is None else shown.data_ptr(), normalizers.data_ptr(),
         scratch.data_ptr(), stride,
     )  # fmt: skip
-    run(sampling_worker(), words.ctypes.data, alone=n == 1)
+    run(sampling_worker(), words.ctypes.data, alone=n == 1, max_workers=scratch.numel() // stride)
     return ids, logprobs, is_nan, shown, normalizers
 
 

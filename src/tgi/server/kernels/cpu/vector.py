@@ -4,6 +4,9 @@ Written as LLVM IR through numba: no compiler is needed, and LLVM fits the vecto
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
@@ -24,6 +27,15 @@ _ELEMENT = {FLOAT32: _F32, BFLOAT16: _I16, FLOAT16: ir.HalfType()}
 _WIDTH = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    """Called from compiled code without the typing context, which no type checker can know."""
+    return intrinsic(function)
+
+
+def _literal_intrinsic(function: Callable[..., Any]) -> Any:
+    return intrinsic(prefer_literal=True)(function)
+
+
 def _shaped(scalar: ir.Type, lanes: int) -> ir.Type:
     return ir.VectorType(scalar, lanes) if lanes else scalar
 
@@ -32,17 +44,17 @@ def _constant(scalar: ir.Type, value: int, lanes: int = 0) -> ir.Constant:
     return ir.Constant(_shaped(scalar, lanes), [value] * lanes if lanes else value)
 
 
-def _load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int) -> ir.Value:
+def _load(builder: Any, address: Any, type_: ir.Type, align: int) -> Any:
     value = builder.load(builder.inttoptr(address, type_.as_pointer()), typ=type_)
     value.align = align
     return value
 
 
-def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
+def _store(builder: Any, value: Any, address: Any, align: int) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
-def _to_float(builder: ir.IRBuilder, value: ir.Value, kind: int, lanes: int = 0) -> ir.Value:
+def _to_float(builder: Any, value: Any, kind: int, lanes: int = 0) -> Any:
     if kind == FLOAT32:
         return value
     if kind == FLOAT16:
@@ -51,7 +63,7 @@ def _to_float(builder: ir.IRBuilder, value: ir.Value, kind: int, lanes: int = 0)
     return builder.bitcast(bits, _shaped(_F32, lanes))
 
 
-def _from_float(builder: ir.IRBuilder, value: ir.Value, kind: int) -> ir.Value:
+def _from_float(builder: Any, value: Any, kind: int) -> Any:
     """A scalar, rounded to nearest even."""
     if kind == FLOAT32:
         return value
@@ -64,12 +76,12 @@ def _from_float(builder: ir.IRBuilder, value: ir.Value, kind: int) -> ir.Value:
     return builder.trunc(builder.select(is_nan, _constant(_I32, 0x7FC0), rounded), _I16)
 
 
-def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: int) -> ir.Value:
+def _element(builder: Any, address: Any, index: Any, kind: int) -> Any:
     # One base and an index, not a sum of integers: LLVM vectorises only what it can see through.
     return builder.gep(builder.inttoptr(address, _ELEMENT[kind].as_pointer()), [index], source_etype=_ELEMENT[kind])
 
 
-@intrinsic(prefer_literal=True)
+@_literal_intrinsic
 def load_float(typingctx, kind, address, index):
     """Element `index` of the array of a literal kind at `address`, as float32."""
     del typingctx, address, index
@@ -77,13 +89,15 @@ def load_float(typingctx, kind, address, index):
 
     def emit(context, builder, signature, arguments):
         del context, signature
-        value = builder.load(_element(builder, *arguments[1:], literal), typ=_ELEMENT[literal], align=_WIDTH[literal])
+        value = builder.load(
+            _element(builder, arguments[1], arguments[2], literal), typ=_ELEMENT[literal], align=_WIDTH[literal]
+        )
         return _to_float(builder, value, literal)
 
     return types.float32(kind, types.int64, types.int64), emit
 
 
-@intrinsic(prefer_literal=True)
+@_literal_intrinsic
 def store_float(typingctx, kind, address, index, value):
     """Store a float32 as element `index` of the array of a literal kind at `address`."""
     del typingctx, address, index, value
@@ -92,7 +106,7 @@ def store_float(typingctx, kind, address, index, value):
     def emit(context, builder, signature, arguments):
         del signature
         value = _from_float(builder, arguments[3], literal)
-        builder.store(value, _element(builder, *arguments[1:3], literal), align=_WIDTH[literal])
+        builder.store(value, _element(builder, arguments[1], arguments[2], literal), align=_WIDTH[literal])
         return context.get_dummy_value()
 
     return types.none(kind, types.int64, types.int64, types.float32), emit
@@ -111,11 +125,11 @@ def _load_int(bits: ir.IntType, numba_type):
     return typed
 
 
-load_int64 = intrinsic(_load_int(_I64, types.int64))
-load_int32 = intrinsic(_load_int(_I32, types.int32))
+load_int64 = _intrinsic(_load_int(_I64, types.int64))
+load_int32 = _intrinsic(_load_int(_I32, types.int32))
 
 
-@intrinsic
+@_intrinsic
 def store_int64(typingctx, address, value):
     del typingctx, address, value
 
@@ -127,7 +141,7 @@ def store_int64(typingctx, address, value):
     return types.none(types.int64, types.int64), emit
 
 
-@intrinsic
+@_intrinsic
 def float_of_bits(typingctx, bits):
     del typingctx, bits
 
@@ -138,7 +152,7 @@ def float_of_bits(typingctx, bits):
     return types.float32(types.int32), emit
 
 
-@intrinsic
+@_intrinsic
 def bits_of_float(typingctx, value):
     del typingctx, value
 
@@ -149,7 +163,7 @@ def bits_of_float(typingctx, value):
     return types.int32(types.float32), emit
 
 
-@intrinsic
+@_intrinsic
 def add_product(typingctx, kind, rows, columns, out, out_stride, left, left_stride, right, right_stride, n):
     """out[rows, columns] += left[rows, n] @ right[n, columns], n ≥ 1.
 
@@ -182,25 +196,25 @@ def add_product(typingctx, kind, rows, columns, out, out_stride, left, left_stri
 
 
 def _emit_product(
-    builder: ir.IRBuilder,
+    builder: Any,
     kind: int,
     num_rows: int,
     num_vectors: int,
-    out: ir.Value,
-    out_stride: ir.Value,
-    left: ir.Value,
-    left_stride: ir.Value,
-    right: ir.Value,
-    right_stride: ir.Value,
-    n: ir.Value,
+    out: Any,
+    out_stride: Any,
+    left: Any,
+    left_stride: Any,
+    right: Any,
+    right_stride: Any,
+    n: Any,
 ) -> None:
     vector = ir.VectorType(_F32, LANES)
     width = _WIDTH[kind]
 
-    def plus(address: ir.Value, num_bytes: int) -> ir.Value:
+    def plus(address: Any, num_bytes: int) -> Any:
         return builder.add(address, _constant(_I64, num_bytes))
 
-    def row_address(base: ir.Value, stride: ir.Value, row: int) -> ir.Value:
+    def row_address(base: Any, stride: Any, row: int) -> Any:
         return builder.add(base, builder.mul(stride, _constant(_I64, 4 * row)))
 
     cells = [
@@ -266,7 +280,7 @@ def _pointer_to(numba_type: types.Type):
 
 
 # Address -> pointer, for numba's carray.
-float32_at = intrinsic(_pointer_to(types.float32))
-int32_at = intrinsic(_pointer_to(types.int32))
-int64_at = intrinsic(_pointer_to(types.int64))
-uint8_at = intrinsic(_pointer_to(types.uint8))
+float32_at = _intrinsic(_pointer_to(types.float32))
+int32_at = _intrinsic(_pointer_to(types.int32))
+int64_at = _intrinsic(_pointer_to(types.int64))
+uint8_at = _intrinsic(_pointer_to(types.uint8))

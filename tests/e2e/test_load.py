@@ -1,0 +1,92 @@
+"""Random requests under memory pressure: all finish, each as if it were alone, and all memory comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Answer, Client
+from tests.e2e.servers import LocalRouter, local_server
+from tests.e2e.workload import Comparison, Request, assert_whole, at_once, random_requests, summary
+from tests.fakes.tiny_model import write_tiny_llama
+from tgi.hub import BUNDLED_MODEL
+from tgi.text.tokenizer import Tokenizer, load_tokenizer
+
+AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    requests: int
+    pool: int  # KV tokens
+    longest_prompt: int  # words
+    longest_answer: int  # tokens
+    seed: int = 20261129
+
+
+# In blocks of 64 tokens: long requests take up to 6 of them each.
+TINY = Load(requests=200, pool=14 * 64, longest_prompt=30, longest_answer=240)
+REAL = Load(requests=200, pool=16 * 64, longest_prompt=60, longest_answer=240)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), seed=5)
+
+
+@pytest.fixture(scope="module")
+def router(model: Path) -> Iterator[LocalRouter]:
+    with local_server(model, max_batch_total_tokens=TINY.pool, max_total_tokens=512) as router:
+        yield router
+
+
+async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokenizer | None) -> Comparison:
+    requests = random_requests(load.requests, load.seed, load.longest_prompt, load.longest_answer)
+    stats = router.core.stats
+    async with Client(router.url) as client:
+        together = await at_once(AT_ONCE, [lambda r=request: r.send(client) for request in requests])
+        preemptions = stats.preemptions
+        await router.idle()
+        assert stats.dropped == 0
+        assert await client.metric("tgi_queue_size") == 0
+        assert await client.metric("tgi_batch_current_size") == 0
+        assert await client.metric("tgi_request_success") == load.requests
+        alone = await at_once(1, [lambda r=request: r.send(client) for request in requests])
+    assert stats.preemptions == preemptions, "a request that runs alone gave way"
+    comparison = Comparison()
+    for request, found, expected in zip(requests, together, alone):
+        assert_whole(found, request)
+        comparison.compare(found, expected, request, prompt_length(request, found, tokenizer))
+    cached = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached"
+    comparison.report(f"{summary(requests)}, {preemptions} preemptions, {cached}")
+    assert preemptions > 0, "the pool was too large for this test to mean anything"
+    assert stats.cached_tokens > 0
+    return comparison
+
+
+def prompt_length(request: Request, answer: Answer, tokenizer: Tokenizer | None) -> int | None:
+    """Tokens; None where they are not needed, or told in the answer."""
+    if tokenizer is None or request.route == "chat":
+        return answer.prompt_tokens or None
+    return min(len(tokenizer.encode(request.text)), request.parameters.get("truncate", 1 << 30))
+
+
+@pytest.mark.slow
+@pytest.mark.fault("TGI#3043", "TGI#2192", "sglang#6888")
+@pytest.mark.row("D: Continuous batching", "D: Radix prefix cache", "G: 3 the same seed")
+def test_random_requests_under_memory_pressure(router: LocalRouter) -> None:
+    comparison = router.run(run_under_pressure(router, TINY, None))
+    assert comparison.excused == 0
+
+
+@pytest.mark.soak
+@pytest.mark.real_model
+@pytest.mark.timeout(3600)
+def test_random_requests_under_memory_pressure_with_the_real_model() -> None:
+    from tgi import hub
+
+    with local_server(BUNDLED_MODEL, max_batch_total_tokens=REAL.pool, max_total_tokens=1024) as router:
+        router.run(run_under_pressure(router, REAL, load_tokenizer(hub.locate(BUNDLED_MODEL))), timeout_s=3500)

@@ -1,0 +1,237 @@
+"""Who starts, and who waits: rows, memory, priority, prefixes under way, models that cannot chunk."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.scheduling import Link, joined, make_request, submit
+from tests.fakes.scripted_shard import PlainShard, reference
+from tgi.router.scheduling.admission import MAX_PASSED_OVER
+from tgi.router.scheduling.entry import Entry, State
+from tgi.shard_client.messages import Admit
+
+
+def live(link: Link) -> list[int]:
+    return [entry.sequence for entry in link.core.rows]
+
+
+def admits(link: Link) -> list[Admit]:
+    return [admit for command in link.commands for admit in command.admit]
+
+
+def test_no_more_rows_than_there_are() -> None:
+    link = joined(PlainShard(max_rows=3))
+    for _ in range(5):
+        submit(link, make_request(range(4)))
+    link.say()
+    assert live(link) == [0, 1, 2]
+    assert (link.core.stats.queue_size, link.core.stats.batch_current_size) == (2, 3)
+    link.run()
+    assert not link.core.rows
+
+
+def test_priority_then_arrival() -> None:
+    link = joined(PlainShard(max_rows=2))
+    for priority in (0, 0, 3):
+        submit(link, make_request(range(4), priority=priority))
+    link.say()
+    assert live(link) == [2, 0]
+    assert [admit.priority for admit in admits(link)] == [3, 0]
+
+
+def test_everything_of_one_moment_leaves_in_one_command() -> None:
+    link = joined()
+    for _ in range(4):
+        submit(link, make_request(range(4)))
+    link.say()
+    assert len(link.commands) == 1
+    assert len(link.commands[0].admit) == 4
+    link.say()
+    assert len(link.commands) == 1, "nothing new, nothing said"
+
+
+def test_an_admission_has_room_for_its_ids_and_the_window_but_not_for_its_answer() -> None:
+    link = joined(PlainShard(block_size=1, num_blocks=2_000, window=10))
+    submit(link, make_request(range(5), 1_000))
+    submit(link, make_request(range(5), 3))
+    link.say()
+    assert [len(admit.blocks) // 4 for admit in admits(link)] == [5 + 12, 5 + 3]
+
+
+def test_running_rows_keep_a_portion_each() -> None:
+    shard = PlainShard(block_size=16, num_blocks=8, window=4)
+    link = joined(shard)
+    submit(link, make_request(range(20), 60))  # 2 blocks
+    link.say()
+    submit(link, make_request(range(30, 90), 10))  # 5 blocks would fit, but then nothing is left to grow
+    link.say()
+    assert live(link) == [0]
+    submit(link, make_request(range(90, 110), 10))
+    link.say()
+    assert live(link) == [0, 2]
+
+
+def test_who_does_not_fit_lets_others_go_first_but_not_for_ever() -> None:
+    shard = PlainShard(block_size=4, num_blocks=26)  # 100 tokens
+    link = joined(shard)
+    filler, _ = submit(link, make_request(range(4), 40))
+    link.say()
+    large, _ = submit(link, make_request(range(70), 20))
+    link.say()
+    assert large.state is State.QUEUED
+    passed = 0
+    small: list[Entry] = []
+    while large.state is State.QUEUED:
+        while len(link.core.queue) < 3:
+            # Of all lengths, so that they never end together and leave the pool to the large one by chance.
+            small.append(submit(link, make_request([passed % 50, 1], 4 + passed * 7 % 19))[0])
+            passed += 1
+        if filler.state is not State.LIVE:
+            filler, _ = submit(link, make_request(range(4), 40))
+        link.round()
+        assert passed < 500, "it starves"
+    assert 0 < sum(entry.state is not State.QUEUED for entry in small) <= MAX_PASSED_OVER + 8
+    link.run()
+    link.check()
+
+
+def test_nobody_passes_who_ran_already() -> None:
+    shard = PlainShard(block_size=4, num_blocks=60)
+    link = joined(shard)
+    submit(link, make_request(range(40), 40))
+    link.say()
+    returning, _ = submit(link, make_request(range(50, 60), 30))
+    link.say()
+    link.until(lambda: returning.num_tokens >= 12)
+    link.core._preempt(returning)
+    newcomer, _ = submit(link, make_request(range(3), 2))
+    taken = link.core.allocator.allocate(bytes(4), (link.core.allocator.num_available - 8) * 4, read=False)
+    assert taken is not None  # 8 blocks are left: 2 for the newcomer and 4 to grow would fit, 5 and 4 do not
+    link.say()
+    assert (returning.state, newcomer.state) == (State.QUEUED, State.QUEUED)
+    link.core.allocator.free(taken)
+    link.core._may_admit = True
+    link.say()
+    assert (returning.state, newcomer.state) == (State.LIVE, State.LIVE)
+    assert admits(link)[-2].generated_ids, "it goes on from what it has"
+    link.run()
+
+
+# -- waiting for a prefix ----------------------------------------------------------------------------------------------
+
+
+def prefix_link() -> Link:
+    return joined(PlainShard(num_blocks=400, block_size=16, prefill_budget=128, max_rows=16))
+
+
+LONG = [i % 50 for i in range(1_000)]
+
+
+def test_a_request_waits_while_a_row_computes_its_prefix() -> None:
+    link = prefix_link()
+    leader, _ = submit(link, make_request([*LONG, 1], 3))
+    waiters = [submit(link, make_request([*LONG, 2, n], 3)) for n in range(5)]
+    other, _ = submit(link, make_request([3, *LONG], 3))
+    link.say()
+    assert live(link) == [leader.sequence, other.sequence]
+    link.run()
+    for entry, sink in waiters:
+        assert sink.finish is not None
+        assert sink.finish.num_cached == 992
+        assert sink.ids == reference(entry.request.prompt_ids, 3, 50)
+    shard = link.shard
+    assert isinstance(shard, PlainShard)
+    assert shard.num_computed < 2 * len(LONG) + 300, "once for all, and once for the other"
+
+
+def test_nobody_waits_for_little() -> None:
+    link = prefix_link()
+    submit(link, make_request(LONG[:250], 3))
+    submit(link, make_request(LONG[:250], 3))
+    submit(link, make_request([*LONG[:300], 1], 3))
+    submit(link, make_request([*LONG[:260], 2], 3))
+    submit(link, make_request([*LONG[:255], 3], 3))
+    link.say()
+    assert live(link) == [0, 1, 2, 4], "250 tokens are not worth it, 256 are"
+    link.run()
+
+
+@pytest.mark.parametrize("kind", ["cache off", "prompt logprobs", "other salt"])
+def test_who_cannot_share_does_not_wait(kind: str) -> None:
+    link = prefix_link()
+    submit(link, make_request(LONG, 3))
+    fields = {"cache off": {"use_cache": False}, "prompt logprobs": {"prompt_logprobs": True}}
+    submit(link, make_request(LONG, 3, **fields.get(kind, {"cache_salt": "mine"})))
+    link.say()
+    assert live(link) == [0, 1]
+    link.run()
+
+
+def test_without_a_tree_nobody_waits() -> None:
+    link = joined(PlainShard(num_blocks=400, prefill_budget=128), prefix_caching=False)
+    for _ in range(3):
+        submit(link, make_request(LONG, 3))
+    link.say()
+    assert live(link) == [0, 1, 2]
+    link.run()
+
+
+def test_waiters_start_when_the_leaders_prompt_is_there_not_when_it_ends() -> None:
+    link = joined(PlainShard(num_blocks=400, prefill_budget=2_000))
+    leader, _ = submit(link, make_request(LONG, 100))
+    waiter, sink = submit(link, make_request([*LONG, 5], 3))
+    link.until(lambda: sink.finish)
+    assert (leader.state, waiter.cached_len) == (State.LIVE, 992)
+    link.run()
+
+
+def test_when_the_leader_goes_the_first_waiter_takes_its_place() -> None:
+    link = prefix_link()
+    leader, _ = submit(link, make_request(LONG, 3))
+    first, first_sink = submit(link, make_request(LONG, 3))
+    second, second_sink = submit(link, make_request(LONG, 3))
+    link.round()
+    link.round()
+    leader.cancel()
+    link.say()
+    assert (first.state, second.state) == (State.LIVE, State.QUEUED)
+    link.run()
+    assert first_sink.ids == second_sink.ids == reference(first.request.prompt_ids, 3, 50)
+
+
+def test_a_waiter_lends_its_priority() -> None:
+    link = prefix_link()
+    leader, _ = submit(link, make_request(LONG, 3))
+    link.say()
+    assert leader.seniority == (0, 0)
+    submit(link, make_request(LONG, 3, priority=7))
+    link.say()
+    assert leader.seniority == (-7, 0)
+    link.until(lambda: leader.decoding)
+    assert leader.seniority == (0, 0), "given back when the prefix is there"
+    link.run()
+
+
+# -- prefill that cannot be chunked ------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("D: waiting_served_ratio, max_waiting_tokens, max_batch_size")
+def test_without_chunks_newcomers_wait_for_company_or_for_their_turn() -> None:
+    link = joined(supports_chunking=False, waiting_served_ratio=1.0, max_waiting_tokens=10)
+    for n in range(2):
+        submit(link, make_request(range(4 + n), 40))
+    link.say()
+    assert live(link) == [0, 1], "an idle server does not wait"
+    submit(link, make_request(range(10), 40))
+    for _ in range(6):
+        link.round()
+    assert live(link) == [0, 1]
+    submit(link, make_request(range(10), 40))
+    link.say()
+    assert live(link) == [0, 1, 2, 3]
+    submit(link, make_request(range(10), 40))
+    for _ in range(20):
+        link.round()
+    assert live(link) == [0, 1, 2, 3, 4]
+    assert link.core.stats.concat == {"backpressure": 1, "wait_exceeded": 1}
+    link.run()

@@ -31,6 +31,7 @@ from tgi.hub import BUNDLED_MODEL, locate
 from tgi.text.tokenizer import load_tokenizer
 
 STREAMS = 256
+LIMIT_S = 300  # longest wait for what must come
 FEW, MANY = 64, 1_024  # open streams between which memory is compared
 ANSWER = "Rivers carry what the mountains lose, and the sea keeps none of it for long. "
 EVENT = b"data:"
@@ -105,7 +106,8 @@ async def read_streams(port: int, streams: int, tokens: int) -> list[Reader]:
         await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)
         ends.append(end)
         readers.append(reader)
-    await asyncio.gather(*ends)
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*ends)
     lost = [reader.events for reader in readers if reader.events != tokens]
     assert not lost, f"{len(lost)} streams have another number of events than {tokens}: {lost[:5]}"
     return readers
@@ -125,13 +127,15 @@ def cost(step_ms: float, tokens: int) -> tuple[float, float]:
 def added_ms(port: int, rounds: int) -> list[float]:
     """From the request's last byte sent to the first event received, one request after the other."""
     times = []
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for index in range(rounds):
             connection.sendall(request(1, index, words=127, keep_alive=True))
             sent, received, first = time.perf_counter(), b"", 0.0
             while not received.endswith(b"0\r\n\r\n"):
-                received += connection.recv(1 << 16)
+                data = connection.recv(1 << 16)
+                assert data, f"the router closed the connection after {received!r}"
+                received += data
                 if not first and EVENT in received:
                     first = time.perf_counter()
             assert b" 200 " in received.split(b"\r\n")[0], received
@@ -149,7 +153,8 @@ async def memory_per_stream(router: Router) -> float:
             transport, _ = await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", router.port)
             transports.append(transport)
             readers.append(reader)
-        await asyncio.gather(*(reader.began.wait() for reader in readers))
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*(reader.began.wait() for reader in readers))
         sizes.append(router.child.memory_bytes())
     for transport in transports:
         transport.abort()

@@ -111,7 +111,9 @@ def test_while_decoding(router: LocalRouter, path: str) -> None:
 def test_while_its_prompt_is_read(router: LocalRouter, path: str) -> None:
     async def body() -> None:
         caller = await Caller.call(router, path, LONG_PROMPT, max_new_tokens=10)
-        entry = await until(lambda: next((e for e in rows(router) if e.computed_len), None), "its prompt is being read")
+        await until(lambda: len(rows(router)) == ROWS, "it runs")
+        entry = rows(router)[-1]
+        await until(lambda: entry.computed_len, "a part of its prompt is read")
         held = entry.allocation
         assert held is not None
         before = router.core.allocator.num_available

@@ -30,6 +30,7 @@ class Workload:
     eos_ids: tuple[int, ...] = ()  # of TOKENIZER; ids below vocab_size end answers at random
     next_handle: int = 1
     operations: int = 1_500
+    prompt_logprobs: float = 0.05  # of the requests
     breaks: float = 0.003  # per operation
     renewals: float = 0.25  # per break: the cache is lost as well
 
@@ -79,7 +80,7 @@ def drive(
             priority=rng.choice((0, 0, 0, 1, -1)),
             use_cache=rng.random() < 0.9,
             cache_salt=rng.choice(("", "", "salt")),
-            prompt_logprobs=rng.random() < 0.05,
+            prompt_logprobs=rng.random() < load.prompt_logprobs,
         )
         sink = MemorySink()
         runs.append(Run(request, core.submit(request, sink), sink))

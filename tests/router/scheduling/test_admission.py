@@ -86,7 +86,7 @@ def test_who_does_not_fit_lets_others_go_first_but_not_for_ever() -> None:
             # Of all lengths, so that they never end together and leave the pool to the large one by chance.
             small.append(submit(link, make_request([passed % 50, 1], 4 + passed * 7 % 19))[0])
             passed += 1
-        if filler.state is not State.LIVE:
+        if filler.state is State.ENDED:
             filler, _ = submit(link, make_request(range(4), 40))
         link.round()
         assert passed < 500, "it starves"

@@ -543,3 +543,17 @@ def test_stats_count_what_happened() -> None:
     }
     assert all(method in ("prefill", "decode") for name, _, method in seen if name.endswith(("forward_duration",)))
     assert all(math.isfinite(value) for _, value, _ in seen)
+
+
+def test_speculation_tells_how_many_tokens_each_step_skipped() -> None:
+    skipped: list[float] = []
+    link = joined(PlainShard(speculated=4))
+    link.core.stats.observe = lambda name, value, method: (
+        skipped.append(value) if name == "tgi_request_skipped_tokens" else None
+    )
+    request = make_request(range(5), 60)
+    _, sink = submit(link, request)
+    settle(link)
+    assert sink.ids == expected(request)
+    assert skipped
+    assert all(0 <= value <= 4 for value in skipped)

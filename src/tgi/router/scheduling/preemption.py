@@ -53,7 +53,7 @@ def grant(
             continue  # gave way to one before it
         while _stops(entry, min(count, allocator.num_available), rules):
             victim = max(rows, key=lambda row: _rank(row, oldest))
-            if _rank(victim, oldest) <= _rank(entry, oldest):
+            if victim is entry:
                 break  # all others go first: it sits out, the rest goes on
             preempt(victim)
         given = min(count, allocator.num_available)

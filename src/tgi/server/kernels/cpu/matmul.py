@@ -37,6 +37,10 @@ LANES = 16
 VECTORS = PANEL // LANES
 # 24 vectors of sums, 2 of weights and one of inputs fit 32 registers; without AVX-512 a vector takes two of 16.
 MAX_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 2
+# With few rows the weight's way from memory is all that counts: its lines are asked for so far ahead.
+import os
+_PREFETCH_ROWS = int(os.environ.get("PFR","4"))
+_PREFETCH_BYTES = int(os.environ.get("PFB","2048"))
 # Multiply-adds below which waking a second thread costs more than it saves.
 _ALONE_BELOW = 60_000
 
@@ -126,6 +130,18 @@ def _load_panel(builder: Any, address: Any, kind: int) -> Any:
     return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), _VECTOR)
 
 
+def _prefetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Ask for the cache lines of so many bytes. An address behind the end of memory does no harm."""
+    flag = ir.IntType(32)
+    pointer = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag]), "llvm.prefetch.p0i8"
+    )
+    for line in range(0, num_bytes, 64):
+        place = builder.inttoptr(builder.add(address, ir.Constant(_I64, line)), pointer)
+        builder.call(function, [place, ir.Constant(flag, 0), ir.Constant(flag, 3), ir.Constant(flag, 1)])
+
+
 def _tile_of(kind: int) -> Any:
     width = ELEMENTS[kind].width
 
@@ -177,6 +193,8 @@ def _emit_tile(
     multiply_add = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
+    if num_rows <= _PREFETCH_ROWS:
+        _prefetch(builder, builder.add(place, number(_PREFETCH_BYTES)), PANEL * width)
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     offset = builder.mul(index, number(4))
     totals = []

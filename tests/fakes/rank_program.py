@@ -1,0 +1,78 @@
+"""One rank of a tiny shard over gloo: `python -m tests.fakes.rank_program MODEL RANK WORLD PORT REQUESTS`.
+
+"""One rank of a tiny shard over gloo: `python -m tests.fakes.rank_program MODEL RANK WORLD PORT REQUESTS`.
+but 0 rounds differently on purpose: what it would have chosen by itself differs from what rank 0 chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from pathlib import Path
+
+import torch
+
+from tgi.model_config import read_model_config
+from tgi.server.attention.select import select_backend
+from tgi.server.batch.table import RequestTable
+from tgi.server.distributed.group import make_group
+from tgi.server.engine.engine import Engine, Limits
+from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
+from tgi.server.engine.plan import PrefillBudget
+from tgi.server.engine.runner import ModelRunner
+from tgi.server.models.registry import build_model
+from tgi.server.weights.checkpoint import open_checkpoint
+from tgi.shard_client.messages import Admit, Command, Sampling, Stopping
+
+NUM_BLOCKS = 60
+MAX_ROWS = 4
+CPU = torch.device("cpu")
+
+
+def admissions(requests: list[tuple[list[int], int]]) -> list[Admit]:
+    admits: list[Admit] = []
+    next_block = 1
+    for handle, (prompt, count) in enumerate(requests, 1):
+        blocks = range(next_block, next_block + (len(prompt) + count) // 16 + 1)
+        next_block = blocks.stop
+        sampling = Sampling(do_sample=handle % 2 == 0, seed=handle)
+        packed_ids, packed_blocks = array("I", prompt).tobytes(), array("I", blocks).tobytes()
+        admits.append(Admit(handle, packed_ids, b"", 0, packed_blocks, sampling, Stopping(count)))
+    return admits
+
+
+def main() -> None:
+    path, rank, world, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    group = make_group(rank, world, "localhost", port, CPU)
+    checkpoint = open_checkpoint(path)
+    model = build_model(read_model_config(path), checkpoint, torch.float32, CPU, group)
+    backend = select_backend("torch", "cpu", 16)
+    runner = ModelRunner(model, backend, CPU, torch.float32, group)
+    if rank:
+        true_logits = model.logits
+        model.logits = lambda hidden: true_logits(hidden) * -1.0  # type: ignore[method-assign]
+        follow(runner, join_leader(group, "localhost", CPU), free_bytes=1 << 30)
+        return
+    device = LeaderDevice(runner, gather_followers(group, "localhost", CPU))
+    assert device.smallest(1 << 40) == (1 << 30 if world > 1 else 1 << 40)
+    device.allocate(NUM_BLOCKS, MAX_ROWS, 512)
+    limits = Limits(1_000_000, PrefillBudget(24, 24, True), NUM_BLOCKS, kv_epoch=1, world_size=world)
+    engine = Engine(device, RequestTable(MAX_ROWS, 16), limits)
+    engine.open()
+    requests = json.loads(sys.argv[5])
+    engine.apply(Command(admit=admissions(requests)))
+    engine.step()
+    engine.open()  # what was begun is dropped, on every rank; the same requests again
+    answers: dict[int, list[int]] = {handle: [] for handle in range(1, len(requests) + 1)}
+    engine.apply(Command(admit=admissions(requests)))
+    while (step := engine.step()) is not None:
+        for handle, token in zip(step.handles, step.token_ids, strict=True):
+            answers[handle].append(token)
+    device.stop()
+    print(json.dumps(list(answers.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The real scheduler against the real engine, over a device that checks every read: no order of events breaks
+either."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.fakes.device import FakeDevice, expected_ids
+from tests.fakes.scripted_shard import ids_of
+from tests.fakes.seam import Workload, drive
+from tgi.server.batch.table import RequestTable
+from tgi.server.engine.engine import Engine, Limits
+from tgi.server.engine.plan import PrefillBudget
+from tgi.shard_client.messages import Command, Step
+
+VOCAB_SIZE = 120
+ROWS = 6
+
+
+class EngineUnderTest:
+    """The loop of engine/loop.py without its thread, one turn at a time."""
+
+    def __init__(self, load: Workload, lag: int, depth: int) -> None:
+        self.load = load
+        self.device = FakeDevice(load.block_size, lag=lag, depth=depth, vocab_size=VOCAB_SIZE)
+        self.epochs = itertools.count(1)
+        self.max_ahead = 0
+        self.seen = 0
+        self.told = False
+        self.renew_cache()
+
+    def renew_cache(self) -> None:
+        """As after a restart: another process, nothing in its cache."""
+        self.device = FakeDevice(
+            self.load.block_size, lag=self.device.lag, depth=self.device.depth, vocab_size=VOCAB_SIZE
+        )
+        budget = max(24, self.load.block_size)
+        limits = Limits(
+            self.load.window, PrefillBudget(budget, budget, True), self.load.num_blocks, kv_epoch=next(self.epochs)
+        )
+        self.engine = Engine(self.device, RequestTable(ROWS, self.load.block_size), limits)
+
+    def open(self) -> Step:
+        self.seen = 0
+        self.told = False
+        return self.engine.open()
+
+    def apply(self, command: Command) -> None:
+        self.seen = command.seen
+        self.told = self.told and not command
+        self.engine.apply(command)
+
+    def advance(self) -> Step | None:
+        engine = self.engine
+        while engine.num_in_flight < engine.depth and engine.window_is_open and (plan := engine.plan()) is not None:
+            engine.launch(plan)
+            self.told = False
+            self.max_ahead = max(self.max_ahead, plan.number - self.seen)
+        if engine.num_in_flight:
+            return engine.collect()
+        if self.told or not engine.window_is_open:
+            return None
+        self.told = True
+        return engine.idle_step()
+
+
+def run(block_size: int, lag: int, depth: int, seed: int, window: int, operations: int) -> EngineUnderTest:
+    load = Workload(
+        num_blocks=max(7, 160 // block_size + 2),
+        block_size=block_size,
+        window=window,
+        vocab_size=VOCAB_SIZE,
+        longest_prompt=max(40, 2 * block_size),
+        longest_answer=max(70, block_size // 2),
+        operations=operations if block_size < 64 else operations // 2,
+        prompt_logprobs=0.0,
+    )
+    shard = EngineUnderTest(load, lag, depth)
+    drive(
+        shard,
+        shard.renew_cache,
+        lambda prompt, count: expected_ids(ids_of(prompt), count, 0, VOCAB_SIZE),
+        load,
+        seed,
+    )
+    assert shard.max_ahead <= window
+    assert shard.engine.table.num_live == 0
+    assert shard.engine.table.num_free == ROWS
+    return shard
+
+
+@pytest.mark.fault("TGI#3043")
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 2), (2, 2)])
+def test_random_histories(block_size: int, lag: int, depth: int) -> None:
+    for seed, window in enumerate((4, 9)):
+        shard = run(block_size, lag, depth, seed, window, operations=500)
+        assert shard.device.tokens_computed > 100
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 2), (2, 2)])
+def test_many_random_histories(block_size: int, lag: int, depth: int) -> None:
+    for seed in range(100):
+        run(block_size, lag, depth, 1_000 + seed, 4 + seed % 8, operations=1_000)

@@ -165,15 +165,14 @@ def _mark_calls(nodes: list[Any], test: str) -> Iterator[Mark]:
 
 
 def _name_of(mark: Mark, entries: Entries) -> str | None:
-    """The entry a mark means: its name, another name of a row, or the only row that begins so."""
+    """The entry a mark means: by its name, by another name of it, or the only row that begins so."""
     if mark.text in entries:
         return mark.text
-    if mark.kind == "fault":
-        return None
+    section = "" if mark.kind == "fault" else mark.text[:3]  # "A: "
     for name, entry in entries.items():
-        if mark.text in (f"{name[0]}: {other}" for other in entry.get("also", ())):
+        if name.startswith(section) and mark.text.removeprefix(section) in entry.get("also", ()):
             return name
-    alike = [name for name in entries if name.lower().startswith(mark.text.lower())]
+    alike = [name for name in entries if section and name.lower().startswith(mark.text.lower())]
     return alike[0] if len(alike) == 1 else None
 
 

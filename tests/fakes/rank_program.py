@@ -1,7 +1,7 @@
 """One rank of a tiny shard over gloo: `python -m tests.fakes.rank_program MODEL RANK WORLD PORT REQUESTS`.
 
-"""One rank of a tiny shard over gloo: `python -m tests.fakes.rank_program MODEL RANK WORLD PORT REQUESTS`.
-but 0 rounds differently on purpose: what it would have chosen by itself differs from what rank 0 chooses.
+Rank 0 runs the requests (JSON: prompts and their number of new tokens) and prints the ids; the others follow. Every
+rank but 0 rounds differently on purpose: what it would have chosen by itself differs from what rank 0 chooses.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The real scheduler against the real engine, over a device that checks every read: no order of events breaks
-either."""
+"""The real scheduler against the real engine, over a device that checks every read of the KV cache."""
 
 from __future__ import annotations
 

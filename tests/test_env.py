@@ -107,7 +107,7 @@ TGI_VARIABLES = """
 """
 
 
-@pytest.mark.row("C: Revision, HF_TOKEN, offline, cache env")
+@pytest.mark.row("C: Revision, HF_TOKEN, offline, cache variables")
 @pytest.mark.parametrize("name", TGI_VARIABLES.split())
 def test_every_variable_of_tgi_has_a_row(name: str) -> None:
     assert name in VARIABLES

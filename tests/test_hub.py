@@ -95,7 +95,7 @@ def test_paths_that_are_no_model(tmp_path: Path, make: tuple[str, ...], model_id
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.row("C: Revision, HF_TOKEN, offline, cache env")
+@pytest.mark.row("C: Revision, HF_TOKEN, offline, cache variables")
 def test_cache(source: dict[str, str]) -> None:
     snapshot = write_snapshot(source, {"config.json": "{}", "model.safetensors": ""})
     assert hub.locate("org/model", source=source) == snapshot

@@ -174,7 +174,7 @@ def test_first_lines_of_the_log(tmp_path: Path, model: Path) -> None:
     assert "\x1b[" not in launcher.output
 
 
-@pytest.mark.row("C: `--env`, `--json-output`, LOG_LEVEL")
+@pytest.mark.row("C: --env, --json-output, LOG_LEVEL")
 @pytest.mark.parametrize(
     ("variables", "has_info", "has_colour"),
     [

@@ -107,6 +107,7 @@ TGI_DEFAULTS: dict[str, Any] = {
 
 
 @pytest.mark.row("C: All flags and env mirrors")
+@pytest.mark.row("G: 10 TGI's start command works")
 @pytest.mark.parametrize(("line", "environment", "expected"), DOCUMENTED)
 def test_documented_command_lines(line: str, environment: dict[str, str], expected: dict[str, Any]) -> None:
     parsed = parse(line.split(), environment)

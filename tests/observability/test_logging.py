@@ -144,7 +144,7 @@ def test_mask_leaves_short_words_alone() -> None:
     assert mask("secret-1 secret-2", ["secret-1"]) == "*** secret-2"
 
 
-@pytest.mark.row("C: `--env`, `--json-output`, LOG_LEVEL")
+@pytest.mark.row("C: --env, --json-output, LOG_LEVEL")
 @pytest.mark.parametrize(
     ("text", "levels", "unreadable"),
     [

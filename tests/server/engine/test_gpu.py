@@ -17,7 +17,10 @@ from tgi.hub import BUNDLED_MODEL, locate
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.shard_client.messages import Sampling
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+]
 
 PROMPTS = [[5], [7, 8, 9], list(range(10, 50)), [300, 20, 20, 20, 20], list(range(100, 230)), [44, 45] * 9]
 NEW = 32
@@ -36,8 +39,8 @@ def forbidding_waits(shard: TinyShard) -> Iterator[None]:
     apply, launch = shard.runner.apply, shard.runner.launch
 
     def strictly(function: Any, argument: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return function(argument)
         finally:
             torch.cuda.set_sync_debug_mode("default")

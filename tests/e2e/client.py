@@ -36,9 +36,12 @@ class Answer:
 class Client:
     """Connections are not limited: a test decides how many requests run at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self._session = aiohttp.ClientSession(
-            url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_S)
+            url,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S),
+            headers=None if key is None else {"authorization": f"Bearer {key}"},
         )
 
     async def __aenter__(self) -> Client:
@@ -95,6 +98,10 @@ class Client:
                     yield text.removeprefix("data: ")
                 else:
                     assert text in ("", ":"), text
+
+    async def status(self, path: str, body: Any) -> int:
+        async with self._session.post(path, json=body) as response:
+            return response.status
 
     async def metric(self, series: str) -> float:
         async with self._session.get("/metrics") as response:

@@ -101,12 +101,13 @@ def test_a_stop_string_that_ends_inside_a_token(router: LocalRouter) -> None:
     async def run() -> None:
         async with Client(router.url) as client:
             native = await client.generate("Hello", stream=True, max_new_tokens=60, **sampled(1))
-            text, stop, num_tokens = stop_inside(native)
+            text, stop, num_pieces = stop_inside(native)
             for stream in (False, True):
                 found = await client.generate("Hello", stream, max_new_tokens=60, stop=[stop, "§"], **sampled(1))
                 assert found.text == text + stop
                 assert "".join(found.pieces) == found.text
-                assert found.ids == native.ids[:num_tokens]
+                assert found.ids == native.ids[: len(found.ids)]
+                assert len(found.pieces) == num_pieces
                 assert (found.finish, found.stop_reason) == ("stop_sequence", stop)
             chat = await client.chat(USER, stream=True, max_tokens=60, **sampled(2))
             text, stop, _ = stop_inside(chat)
@@ -119,7 +120,7 @@ def test_a_stop_string_that_ends_inside_a_token(router: LocalRouter) -> None:
 
 
 def stop_inside(answer: Answer) -> tuple[str, str, int]:
-    """(text before it, a stop string that ends inside a token and begins in an earlier one, tokens up to its end)."""
+    """(text before it, a stop string that ends inside a token and begins in an earlier one, pieces up to its end)."""
     before = ""
     for index, piece in enumerate(answer.pieces):
         if index > 5 and len(piece) > 2 and BROKEN not in before[-3:] + piece:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -44,13 +45,6 @@ STOP_GRACE_S = 2.0
 
 def serve(config: ShardConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises StartupError with one line for the operator."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
     device = torch.device(config.device)
     platform = platform_of(device)
     if device.type == "cuda":
@@ -63,8 +57,8 @@ def serve(config: ShardConfig) -> int:
     try:
         runner, model_config = _load(config, group, device)
         if config.rank == 0:
-            return _lead(config, model_config, runner, platform, stop)
-        return _follow(config, runner, platform, stop)
+            return _lead(config, model_config, runner, platform)
+        return _follow(config, runner, platform)
     finally:
         group.close()
 
@@ -89,9 +83,7 @@ def _load(config: ShardConfig, group: Group, device: torch.device) -> tuple[Mode
     return ModelRunner(model, backend, device, dtype, group), model_config
 
 
-def _lead(
-    config: ShardConfig, model_config: ModelConfig, runner: ModelRunner, platform: Platform, stop: threading.Event
-) -> int:
+def _lead(config: ShardConfig, model_config: ModelConfig, runner: ModelRunner, platform: Platform) -> int:
     device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
     liveness = Liveness()
     loop = Loop(liveness)
@@ -111,25 +103,23 @@ def _lead(
     )
     warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
     shard = Shard(info, device, warm_up, loop, liveness)
-    loop.start()
     server, url = _bind(config)
     # Only rank 0 is named: it answers for every id.
     V4Service(shard, [url]).add_to(server)
     V3Service(shard, config.model_path, [url], config.max_batch_size or DEFAULT_MAX_ROWS).add_to(server)
     server.start()
     log.info("Server started at %s", url)
-    while not stop.wait(0.2) and not loop.ended.is_set():
-        pass
+    with _on_signals(loop.stop):
+        loop.run()  # this thread loaded the model and owns the device
     server.stop(STOP_GRACE_S).wait()
-    if loop.ended.is_set():
-        log.error("The device's thread has ended: %s", loop.failure)
+    if loop.failure is not None:
+        log.error("Error: the device failed: %s", loop.failure)
         return 1
-    loop.stop()
     device.stop()
     return 0
 
 
-def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform, stop: threading.Event) -> int:
+def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform) -> int:
     wire = join_leader(runner.group, config.master_addr, runner.device)
     server, url = _bind(config)
     FollowerService().add_to(server)
@@ -137,9 +127,26 @@ def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform, stop: 
     log.info("Rank %d of %d follows at %s", config.rank, config.world_size, url)
     # The leader's stop ends this, not the signal: plans may still be on their way. The launcher kills what does not
     # end.
-    follow(runner, wire, free_bytes(platform, runner.device, config))
+    with _on_signals(lambda: None):
+        follow(runner, wire, free_bytes(platform, runner.device, config))
     server.stop(STOP_GRACE_S).wait()
     return 0
+
+
+@contextmanager
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`. Outside of this they end the process: while a model loads there is nothing to
+    finish."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _bind(config: ShardConfig) -> tuple[grpc.Server, str]:

@@ -171,7 +171,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocators = AllocatorMachine.TestCase
-TestAllocators.settings = settings(max_examples=120, stateful_step_count=40)
+TestAllocators.settings = settings(max_examples=70, stateful_step_count=40)
 
 
 def run_random(model: Model, rng: random.Random, operations: int, check_every: int) -> int:

@@ -303,6 +303,7 @@ def test_a_fault_of_ours_starts_over_instead_of_ending_the_service(
         for n, sink in enumerate(sinks):
             scheduler.schedule(make_request(range(n + 1), 30), sink)
         await until(lambda: len(sinks[0].events) >= 5)
+        doubtful = scheduler.core.allocator
         name = "_count" if where == "a step" else "_update_gauges"
         with monkeypatch.context() as patch:
 
@@ -315,6 +316,7 @@ def test_a_fault_of_ours_starts_over_instead_of_ending_the_service(
         await asyncio.gather(*(sink.ended.wait() for sink in sinks))
         for n, sink in enumerate(sinks):
             assert sink.ids == reference(make_request(range(n + 1)).prompt_ids, 30, 50)
+        assert scheduler.core.allocator is not doubtful
         scheduler.core.allocator.check([])
         await scheduler.close()
 

@@ -36,8 +36,14 @@ class Running:
         self.loop = Loop(self.liveness)
         limits = Limits(window, PrefillBudget(64, 64, True), num_blocks=300, kv_epoch=1)
         engine = Engine(device, RequestTable(8, BLOCK), limits)
-        self.loop.start()
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
         self.loop.call(lambda: self.loop.install(engine))
+
+    def stop(self) -> None:
+        self.loop.stop()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
 
     def stream(self) -> Outbox:
         outbox = Outbox()
@@ -53,7 +59,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     lag, depth = request.param
     made = Running(FakeDevice(BLOCK, lag=lag, depth=depth), window=8)
     yield made
-    made.loop.stop()
+    made.stop()
 
 
 def drain(loop: Loop, outbox: Outbox, count: int, seen_every: int = 1) -> tuple[dict[int, list[int]], list[Step]]:
@@ -184,3 +190,4 @@ def test_a_broken_device_ends_the_thread_and_refuses_what_waits() -> None:
     assert running.liveness.read().phase == Phase.FAILED
     with pytest.raises(GenerationFailed):
         running.loop.call(lambda: None)
+    running.stop()

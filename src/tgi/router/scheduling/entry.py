@@ -194,10 +194,10 @@ class Entry:
         )
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Parts come in order; those of a row that gave way half-way come again from the start."""
+        """Parts come in order; those of a row that gave way half-way come again, from the first."""
         if not self._prompt_logprobs_missing:
             return
-        if self._prompt_logprobs is None or part.first_position <= 1:
+        if self._prompt_logprobs is None:
             self._prompt_logprobs = array("f", [math.nan]) * self.num_prompt
         end = part.first_position + len(part.logprobs)
         self._prompt_logprobs[part.first_position : end] = part.logprobs

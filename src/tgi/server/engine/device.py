@@ -19,7 +19,7 @@ class Chosen:
     ids: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     is_nan: npt.NDArray[np.bool_]
-    top_ids: npt.NDArray[np.int64] | None = None  # [rows, top_n]
+    top_ids: npt.NDArray[np.int64] | None = None  # [rows, most asked for, and room for ties], best first
     top_logprobs: npt.NDArray[np.float32] | None = None
     forward_ns: int = 0
 

@@ -1,6 +1,6 @@
 """Engine: commands in, steps out. Owns the rows and decides what each step computes; the device computes it.
 
-Not thread-safe: one thread owns it (engine/loop.py). Knows no gRPC, no text, and no tensors.
+Not thread-safe: one thread owns it (engine/loop.py). Knows no gRPC and no text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.device import Chosen, Device
 from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
+from tgi.server.sampling.logprobs import keep_top
 from tgi.shard_client.messages import Admit, Command, Opening, RowError, Step, Timings, TopTokens
 
 log = logging.getLogger(__name__)
@@ -331,14 +332,10 @@ class Engine:
             ends.append(end)
             top_n = int(self._top_n[row])
             if top_n and chosen.top_ids is not None and chosen.top_logprobs is not None:
-                step.top_tokens.append(
-                    TopTokens(
-                        handle,
-                        0,
-                        array("I", chosen.top_ids[index, :top_n].tolist()),
-                        array("f", chosen.top_logprobs[index, :top_n].tolist()),
-                    )
-                )
+                logprobs = chosen.top_logprobs[index].tolist()
+                count = keep_top(logprobs, top_n)
+                ids = array("I", chosen.top_ids[index, :count].tolist())
+                step.top_tokens.append(TopTokens(handle, 0, ids, array("f", logprobs[:count])))
             if end is not EndReason.RUNNING:
                 self._remove(handle)
 

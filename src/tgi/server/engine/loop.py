@@ -1,4 +1,4 @@
-"""The one thread that owns the device: take commands -> launch step k+1 -> collect step k -> send it.
+"""The loop of the one thread that owns the device: take commands -> launch step k+1 -> collect step k -> send it.
 
 Where launching is computing (CPU) at most one step is in flight, so the loop collects first. Nobody else touches the
 engine: unary calls and stepping by hand are run here too, between two steps.
@@ -37,7 +37,6 @@ class Loop:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._outbox: Outbox | None = None
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._stopping = False
         self._told_stalled = False
         self._step_s = 0.0  # of the last steps, for the liveness estimate
@@ -47,13 +46,10 @@ class Loop:
 
     # --- any thread --------------------------------------------------------
 
-    def start(self) -> None:
-        self._thread.start()
-
     def stop(self) -> None:
+        """Ask the loop to end after its turn. Safe in a signal handler: it takes no lock."""
         self._stopping = True
         self._inbox.put(_WAKE)
-        self._thread.join()
 
     def post(self, outbox: Outbox, command: Command) -> None:
         """A command of the stream that `outbox` belongs to. Dropped when that stream is not the newest."""
@@ -66,9 +62,6 @@ class Loop:
         if self.ended.is_set():  # it may have ended before it saw the call
             self._refuse_calls()
         return future.result()
-
-    def wake(self) -> None:
-        self._inbox.put(_WAKE)
 
     # --- the device's thread -----------------------------------------------
 
@@ -105,7 +98,10 @@ class Loop:
             self._engine.open()  # drops the rows
         outbox.close("the stream has ended")
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Until `stop`, or until the device fails (`failure`). The thread that calls this owns the device; on a CPU it
+        must be the one that loaded the model too, since a second thread that computes would get a second pool of
+        OpenMP threads beside the first."""
         try:
             while not self._stopping:
                 self._turn()

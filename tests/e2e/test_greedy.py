@@ -1,0 +1,151 @@
+"""The bundled model's greedy tokens against a reference made with transformers, through the whole server in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Answer, Client
+from tests.e2e.servers import Whole, launched
+from tests.e2e.workload import SMALL_MARGIN
+from tests.fakes.tokenizer import unpacked
+from tgi import hub
+from tgi.text.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
+
+AT_ONCE = 32
+BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    kind: str  # raw, or chat: `prompt` is then the user's message and `text_in` what the template makes of it
+    prompt: str
+    text_in: str
+    input_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+    def assert_same(self, found: Sequence[int], start: int = 0) -> None:
+        """`found` are the reference's ids from `start` on, up to where two tokens were almost equally good."""
+        ids, margins = self.ids[start:], self.margins[start:]
+        certain = next((index for index, margin in enumerate(margins) if margin < SMALL_MARGIN), len(ids))
+        assert tuple(found[:certain]) == ids[:certain], self.prompt
+        assert len(found) == len(ids) or certain < len(ids), self.prompt
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Reference]:
+    path = Path(__file__).parents[1] / "data" / "smollm2_greedy.json"
+    return [
+        Reference(
+            entry["kind"],
+            entry["prompt"],
+            entry["text_in"],
+            tuple(entry["input_ids"]),
+            tuple(entry["fp32"]["ids"]),
+            tuple(entry["fp32"]["margin"]),
+        )
+        for entry in json.loads(path.read_text())["prompts"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(hub.locate(hub.BUNDLED_MODEL))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Whole]:
+    with launched("--dtype", "float32", environment={"OMP_NUM_THREADS": ""}) as server:
+        yield server
+
+
+async def ask(client: Client, reference: Reference, stream: bool, **more: object) -> Answer:
+    length = len(reference.ids)
+    if reference.kind == "raw":
+        return await client.generate(reference.prompt, stream, max_new_tokens=length, **more)
+    messages = [{"role": "user", "content": reference.prompt}]
+    return await client.chat(messages, stream, max_tokens=length, temperature=0, logprobs=True, **more)
+
+
+def assert_same(answer: Answer, reference: Reference, tokenizer: Tokenizer, start: int = 0) -> None:
+    if answer.ids:
+        reference.assert_same(answer.ids, start)
+    else:
+        # /v1 names no ids. No margin of these is small, so the text has to be the reference's.
+        assert min(reference.margins) > SMALL_MARGIN
+        assert answer.text == tokenizer.decode(reference.ids[start:])
+
+
+@pytest.mark.row("E: Architectures", "B: Chat templates")
+def test_alone_streamed_and_plain(server: Whole, references: list[Reference], tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        async with Client(server.url) as client:
+            for reference in references:
+                cold = await ask(client, reference, stream=False)
+                assert_same(cold, reference, tokenizer)
+                again = await ask(client, reference, stream=True)
+                assert (again.text, again.finish) == (cold.text, cold.finish)
+                if reference.kind == "chat":
+                    assert (cold.prompt_tokens, cold.cached_tokens) == (len(reference.input_ids), 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.row("B: Assistant continuation", "G: 5 a repeated long prompt")
+def test_going_on_from_cached_text(server: Whole, references: list[Reference], tokenizer: Tokenizer) -> None:
+    """The prompts are shorter than a block; with half of their answers they are not, and that was computed before."""
+    chats = [reference for reference in references if reference.kind == "chat"]
+    long = [(reference, cut) for reference in chats if (cut := cut_after_a_block(reference, tokenizer))]
+    assert len(long) > 1
+
+    async def run() -> None:
+        async with Client(server.url) as client:
+            for reference, cut in long:
+                begun = tokenizer.decode(reference.ids[:cut])
+                messages = [{"role": "user", "content": reference.prompt}, {"role": "assistant", "content": begun}]
+                rest = {"temperature": 0, "max_tokens": len(reference.ids) - cut}
+                await ask(client, reference, stream=False)
+                hot = await client.chat(messages, **rest)
+                assert (hot.prompt_tokens, hot.cached_tokens) == (len(reference.input_ids) + cut, BLOCK)
+                assert_same(hot, reference, tokenizer, start=cut)
+                cold = await client.chat(messages, stream=True, cache=False, **rest)
+                assert cold.cached_tokens == 0
+                assert (cold.text, cold.finish) == (hot.text, hot.finish)
+
+    asyncio.run(run())
+
+
+def cut_after_a_block(reference: Reference, tokenizer: Tokenizer) -> int:
+    """After how many tokens of the answer the prompt has more than a block and is tokenized as it was generated."""
+    for cut in range(max(1, BLOCK + 1 - len(reference.input_ids)), len(reference.ids) - 8):
+        begun = tokenizer.decode(reference.ids[:cut])
+        ids = unpacked(tokenizer.encode(reference.text_in + begun, add_special_tokens=False).ids)
+        if begun == begun.rstrip() and tuple(ids) == reference.input_ids + reference.ids[:cut]:
+            return cut
+    return 0
+
+
+@pytest.mark.fault("TGI#2985", "vllm#5898", "TGI#1776")
+@pytest.mark.row("E: Batch life cycle")
+def test_many_at_once(server: Whole, references: list[Reference], tokenizer: Tokenizer) -> None:
+    """Streamed and plain, on both routes, prompts from the cache and not, all in one batch."""
+
+    async def run() -> list[Answer]:
+        async with Client(server.url) as client, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(ask(client, reference, stream=index % 2 == 0, cache=index % 3 != 0))
+                for index, reference in enumerate(asked)
+            ]
+        return [task.result() for task in tasks]
+
+    asked = (references * 4)[:AT_ONCE]
+    for answer, reference in zip(asyncio.run(run()), asked):
+        assert_same(answer, reference, tokenizer)

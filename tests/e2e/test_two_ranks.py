@@ -1,0 +1,41 @@
+"""Two ranks on one CPU give the tokens of one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Answer, Client
+from tests.e2e.servers import Whole, launched
+from tests.fakes.tiny_model import write_tiny_llama
+
+
+async def ask(server: Whole) -> list[Answer]:
+    """Two requests at once, one of them read in several chunks."""
+    async with Client(server.url) as client, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(client.generate("hello world " * 60, max_new_tokens=40, ignore_eos=True)),
+            group.create_task(client.generate("1 2 3", True, max_new_tokens=70, temperature=0.8, seed=5)),
+        ]
+    return [task.result() for task in tasks]
+
+
+@pytest.mark.slow
+@pytest.mark.fault("vllm#11204")
+@pytest.mark.row("E: Tensor parallel", "C: num_shard and sharded rules")
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model", seed=13)
+    options = ["--model-id", str(model), "--dtype", "float32", "--max-batch-prefill-tokens", "128"]
+    options += ["--max-total-tokens", "1024"]
+    with launched(*options) as server:
+        alone = asyncio.run(ask(server))
+        assert len(server.launcher.family()) == 3
+    with launched(*options, "--num-shard", "2") as server:
+        together = asyncio.run(ask(server))
+        commands = list(server.launcher.family().values())
+    assert sum("text-generation-server serve" in command for command in commands) == 2
+    assert sum("text-generation-router" in command for command in commands) == 1
+    assert [answer.told for answer in together] == [answer.told for answer in alone]
+    assert len(alone[0].ids) == 40

@@ -304,7 +304,7 @@ def test_a_fault_of_ours_starts_over_instead_of_ending_the_service(
             scheduler.schedule(make_request(range(n + 1), 30), sink)
         await until(lambda: len(sinks[0].events) >= 5)
         doubtful = scheduler.core.allocator
-        name = "_count" if where == "a step" else "_update_gauges"
+        name = "_count" if where == "a step" else "next_command"
         with monkeypatch.context() as patch:
 
             def fail(*arguments: object) -> None:
@@ -322,6 +322,23 @@ def test_a_fault_of_ours_starts_over_instead_of_ending_the_service(
 
     asyncio.run(main())
     assert "the books are wrong" in caplog.text
+
+
+def test_used_up_handles_open_a_new_stream() -> None:
+    async def main() -> None:
+        shard = MemoryShard(PlainShard(max_rows=1))
+        scheduler = await started(shard)
+        scheduler.core.rows.next_handle = (1 << 64) - 2
+        sinks = [WaitingSink() for _ in range(6)]
+        tickets = [scheduler.schedule(make_request(range(n + 1), 20), sink) for n, sink in enumerate(sinks)]
+        await until(lambda: len(sinks[1].events) > 3)
+        tickets[1].cancel()  # the last handle goes without a Step that tells of it
+        await asyncio.gather(*(sink.ended.wait() for n, sink in enumerate(sinks) if n != 1))
+        assert [len(sink.ids) for n, sink in enumerate(sinks) if n != 1] == [20] * 5
+        assert len(shard.streams) == 2
+        await scheduler.close()
+
+    asyncio.run(main())
 
 
 def test_closing_answers_everybody() -> None:

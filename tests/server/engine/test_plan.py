@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ prompts_strategy = st.lists(
 ).map(lambda prompts: [Prompt(row + 1, prompt.remaining, prompt.room) for row, prompt in enumerate(prompts)])
 
 
+@pytest.mark.row("D: Token budgets")
 @given(prompts_strategy, st.integers(1, 600))
 def test_chunks_keep_to_budget_need_and_room(prompts: list[Prompt], budget: int) -> None:
     shares = dict(share_budget(prompts, budget, chunked=True))

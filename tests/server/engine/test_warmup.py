@@ -17,6 +17,7 @@ def request(**values: int) -> WarmupRequest:
     return WarmupRequest(max_batch_prefill_tokens=4096, max_rows=128, **values)
 
 
+@pytest.mark.row("D: Warm-up and capacity")
 def test_defaults_follow_memory_and_model() -> None:
     found = sizes(request())
     assert found.num_blocks == 64

@@ -45,7 +45,7 @@ def test_rms_norm(ops: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_rms_norm_changes_the_residual_in_place(ops: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
     inputs, weight = random(*shape, dtype=dtype), 1 + random(shape[1], dtype=dtype, seed=1)
-    residual = random(*shape, dtype=dtype, seed=2)
+    residual = random(*shape, seed=2)  # float32 whatever the weights are
     expected_residual = residual.clone()
     expected = norm.add_rms_norm(inputs, expected_residual, weight, 1e-5)
     before = inputs.clone()
@@ -53,6 +53,16 @@ def test_add_rms_norm_changes_the_residual_in_place(ops: Ops, shape: tuple[int, 
     torch.testing.assert_close(normed, expected, rtol=LAST_PLACE[dtype], atol=1e-6)
     assert torch.equal(residual, expected_residual)
     assert torch.equal(inputs, before)
+    assert normed.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_norm_reads_the_float32_stream(ops: Ops, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    stream, weight = random(*shape), 1 + random(shape[1], dtype=dtype, seed=1)
+    normed = ops.rms_norm(stream, weight, 1e-5)
+    torch.testing.assert_close(normed, norm.rms_norm(stream, weight, 1e-5), rtol=LAST_PLACE[dtype], atol=1e-6)
+    assert normed.dtype == dtype
 
 
 def test_the_references_formula() -> None:

@@ -47,10 +47,9 @@ class Vocabulary(Protocol):
 
 
 class PrefixWait(NamedTuple):
-    """An entry stays queued until the row `handle` of `leader` has published `length` tokens."""
+    """An entry stays queued until the row of `leader` has published `length` tokens."""
 
     leader: Entry
-    handle: int
     length: int
 
 

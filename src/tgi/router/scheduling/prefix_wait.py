@@ -54,7 +54,7 @@ class PrefixLeaders:
 
     def _lasts(self, wait: PrefixWait) -> bool:
         leader = wait.leader
-        if leader.handle != wait.handle or leader not in self._leaders.get(leader.prefix_key, ()):
+        if leader not in self._leaders.get(leader.prefix_key, ()):
             return False
         assert leader.allocation is not None
         return leader.allocation.published_len < wait.length
@@ -72,5 +72,5 @@ class PrefixLeaders:
             common = shared_len(ids, 0, limit, leader.request.prompt_ids, self._stride) // ID_BYTES
             ready_len = max(ready_len, min(common, leader.allocation.published_len))
             if best is None or common > best.length:
-                best = PrefixWait(leader, leader.handle, common)
+                best = PrefixWait(leader, common)
         return best if best is not None and best.length - ready_len >= SHARING_WORTH else None

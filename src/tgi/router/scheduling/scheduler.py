@@ -129,6 +129,8 @@ class Scheduler:
                 command = self.core.next_command()
                 if command is not None:
                     self._stream.send(command)
+                if self.core.needs_new_stream:
+                    self._end(self._stream)
             except Exception:
                 logger.exception("a command could not be sent; running requests start again from what they have")
                 self._give_up(self._stream)
@@ -143,8 +145,6 @@ class Scheduler:
                 async for step in stream:
                     await self._handle(stream, step)
                     pause = RECONNECT_S[0]
-                    if self.core.needs_new_stream:
-                        break
             except Unavailable as error:
                 if self._stream is not None:
                     logger.warning("lost the model server, running requests wait: %s", error)
@@ -172,7 +172,11 @@ class Scheduler:
     def _give_up(self, stream: Stream) -> None:
         """After a fault of ours: what the core believes of memory may be wrong, so it starts over on a new stream."""
         self._lose(keep_memory=False)
-        self._closing = asyncio.get_running_loop().create_task(stream.close())  # ends the loop over its steps
+        self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        """Close a stream, which ends the loop over its steps; a new one follows."""
+        self._closing = asyncio.get_running_loop().create_task(stream.close())
 
     def _lose(self, keep_memory: bool) -> None:
         if self._stream is not None:

@@ -18,5 +18,5 @@ class RMSNorm:
         return self._norm(inputs, self._weight, self._eps)
 
     def add(self, inputs: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds `inputs` to the residual stream, in place, and returns the norm of the sum."""
+        """Adds `inputs` to the residual stream (float32), in place, and returns the norm of the sum."""
         return self._add_norm(inputs, residual, self._weight, self._eps)

@@ -47,7 +47,8 @@ class LlamaLayer:
     def __call__(
         self, update: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, context: ForwardContext
     ) -> torch.Tensor:
-        """Adds the last layer's `update` and its own attention to `residual`, in place; returns its MLP's update.
+        """Adds the last layer's `update` and its own attention to `residual` (float32), in place; returns its MLP's
+        update.
 
         Leaving the last sum to the next norm saves one pass over memory per layer.
         """
@@ -84,7 +85,7 @@ class Llama:
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[tokens] ids and positions -> [tokens, hidden]"""
-        residual = self.embedding(input_ids)
+        residual = self.embedding(input_ids).float()
         rotation = self.rotary(positions)
         update = None
         for layer in self.layers:

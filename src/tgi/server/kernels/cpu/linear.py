@@ -1,7 +1,8 @@
 """Which product a weight gets on this CPU, and oneDNN's.
 
-`PanelLinear` where the CPU has AVX-512: on such a core without AMX it takes 0.8 of oneDNN's time in bfloat16 at one row,
-0.6 at 8 to 32, and its rows do not depend on the batch. With AMX bfloat16 is oneDNN's, far ahead at many rows.
+`PanelLinear` where the CPU has AVX-512: without AMX, SmolLM2-135M in bfloat16 on one core takes 20 ms at one row, 25 at
+8, 63 at 32 and 880 at 512, oneDNN 26, 41, 96 and 1,334; in float32 32, 39, 67 and 757 against 46, 57, 89 and 786. Its
+rows do not depend on the batch either. With AMX bfloat16 is oneDNN's, which is far ahead at many rows.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ LANES = 16
 VECTORS = PANEL // LANES
 # 24 vectors of sums, 2 of weights and one of inputs fit 32 registers; without AVX-512 a vector takes two of 16.
 MAX_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 2
-# The weight's way from memory is what counts below some 30 rows: its lines are asked for so far ahead, over the borders
-# of pages where the hardware stops. One core, 30 layers of SmolLM2-135M in bfloat16, 1 and 12 rows: without 28 and 43 ms,
-# 2 KiB 20.5, 4 KiB 20.4 and 27 ms, 8 KiB 22 and 28 ms.
+# The weight's way from memory is what counts below some 30 rows: its lines are asked for so far ahead, across the
+# borders of pages where the hardware stops. One core, 30 layers of SmolLM2-135M in bfloat16, 1 and 12 rows: without
+# 28 and 43 ms, with 2 KiB 20.5 ms, 4 KiB 20.4 and 27 ms, 8 KiB 22 and 28 ms.
 _PREFETCH_BYTES = 4096
 # Multiply-adds below which waking a second thread costs more than it saves.
 _ALONE_BELOW = 60_000

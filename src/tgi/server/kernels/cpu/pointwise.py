@@ -27,7 +27,8 @@ _float_pointer = ELEMENTS[FLOAT32].pointer
 
 # Words of the workers' arguments; addresses in bytes, strides in elements.
 KIND = FIRST_ARGUMENT
-INPUTS, RESIDUAL, WEIGHT, OUT, SIZE, EPS = range(KIND + 1, KIND + 7)  # norm; RESIDUAL 0: none; EPS: float32 bits
+INPUTS, RESIDUAL, WEIGHT, OUT, SIZE, EPS, WIDE_INPUTS = range(KIND + 1, KIND + 8)  # norm; RESIDUAL 0: none;
+# EPS: float32 bits; WIDE_INPUTS: they are float32 though the weight is not
 HEADS, TOKEN_STRIDE, HEAD_STRIDE, NUM_HEADS, COS, SIN, HALF = range(KIND + 1, KIND + 8)  # rotation
 NUM_ARGUMENTS = KIND + 8
 
@@ -40,6 +41,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `ops.norm.add_rms_norm`."""
     assert residual.is_contiguous(), "the residual stream is changed in place"
+    assert residual.dtype == torch.float32, "the residual stream is float32"
     return _run_norm(inputs, residual, weight, eps)
 
 
@@ -61,15 +63,16 @@ def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 def _run_norm(inputs: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     inputs = inputs.contiguous()
-    out = torch.empty_like(inputs)
+    out = torch.empty(inputs.shape, dtype=weight.dtype)
     size = inputs.shape[-1]
     words, address = _norm_arguments(eps)
     words[NEXT_ITEM] = 0
     words[NUM_ITEMS] = inputs.numel() // size
     words[KIND : SIZE + 1] = (
-        KIND_OF[inputs.dtype], inputs.data_ptr(), 0 if residual is None else residual.data_ptr(),
+        KIND_OF[weight.dtype], inputs.data_ptr(), 0 if residual is None else residual.data_ptr(),
         weight.data_ptr(), out.data_ptr(), size,
     )  # fmt: skip
+    words[WIDE_INPUTS] = inputs.dtype == torch.float32
     run(norm_worker(), address, inputs.numel() < _ALONE_BELOW)
     return out
 
@@ -101,27 +104,37 @@ def _norm_of(kind: int) -> Callable[[int], None]:
         size = _word(arguments, SIZE)
         eps = carray(_float_pointer(arguments + 8 * EPS), 1)[0]
         has_residual = _word(arguments, RESIDUAL) != 0
+        has_wide_inputs = _word(arguments, WIDE_INPUTS) != 0
         weight = carray(pointer(_word(arguments, WEIGHT)), size)
         while True:
             row = atomic_add(arguments + 8 * NEXT_ITEM, 1)
             if row >= _word(arguments, NUM_ITEMS):
                 return
-            offset = row * size * width
-            stream = carray(pointer(_word(arguments, INPUTS) + offset), size)
+            first = row * size
+            out = carray(pointer(_word(arguments, OUT) + first * width), size)
             squares = _ZERO
             if has_residual:
-                inputs, stream = stream, carray(pointer(_word(arguments, RESIDUAL) + offset), size)
+                inputs = carray(pointer(_word(arguments, INPUTS) + first * width), size)
+                stream = carray(_float_pointer(_word(arguments, RESIDUAL) + first * 4), size)
                 for i in range(size):
-                    total = narrow(widen(stream[i]) + widen(inputs[i]))
+                    total = stream[i] + widen(inputs[i])
                     stream[i] = total
-                    squares += widen(total) * widen(total)
+                    squares += total * total
+            elif has_wide_inputs:
+                stream = carray(_float_pointer(_word(arguments, INPUTS) + first * 4), size)
+                for i in range(size):
+                    squares += stream[i] * stream[i]
+            else:
+                inputs = carray(pointer(_word(arguments, INPUTS) + first * width), size)
+                for i in range(size):
+                    squares += widen(inputs[i]) * widen(inputs[i])
+            scale = _ONE / np.sqrt(squares / np.float32(size) + eps)
+            if has_residual or has_wide_inputs:
+                for i in range(size):
+                    out[i] = narrow(stream[i] * scale * widen(weight[i]))
             else:
                 for i in range(size):
-                    squares += widen(stream[i]) * widen(stream[i])
-            scale = _ONE / np.sqrt(squares / np.float32(size) + eps)
-            out = carray(pointer(_word(arguments, OUT) + offset), size)
-            for i in range(size):
-                out[i] = narrow(widen(stream[i]) * scale * widen(weight[i]))
+                    out[i] = narrow(widen(inputs[i]) * scale * widen(weight[i]))
 
     return norm
 

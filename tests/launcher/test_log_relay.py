@@ -124,6 +124,28 @@ def test_the_routers_lines_pass_unchanged(capsys: pytest.CaptureFixture[str]) ->
     assert relay.last_words() == []
 
 
+def test_the_routers_last_error_of_the_start_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("launcher", "error")
+    relay = RouterRelay(lambda: None)
+    error = "2026-11-29T22:50:00Z ERROR x: a/b.py:1: why"
+    relay.stdout(error)
+    assert (capsys.readouterr().out, relay.reason) == ("", "why")
+    relay.stdout("  what else there is to say")
+    assert capsys.readouterr().out == f"{error}\n  what else there is to say\n"
+    with_traceback = '{"level": "ERROR", "message": "why not\\nTraceback"}'
+    relay.stdout(with_traceback)
+    assert (capsys.readouterr().out, relay.reason) == (f"{with_traceback}\n", "why not")
+
+
+def test_an_error_while_serving_is_no_reason_for_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("launcher", "error")
+    relay = RouterRelay(lambda: None)
+    relay.stdout("x: Connected")
+    relay.stdout("2026-11-29T22:50:00Z ERROR x: a/b.py:1: one request failed")
+    assert capsys.readouterr().out.endswith("one request failed\n")
+    assert relay.reason is None
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -75,15 +75,24 @@ class RouterRelay:
 
     def __init__(self, on_connected: Callable[[], None]) -> None:
         self._on_connected = on_connected
+        self._is_connected = False
+        self._held: str | None = None  # an error line of the start: if it was the last, the launcher's own tells it
         self.reason: str | None = None
         self.last_line: str | None = None
 
     def stdout(self, line: str) -> None:
+        if self._held is not None:
+            pass_through(self._held)
+            self._held = None
+        if not self._is_connected and (error := read_error_line(line)) is not None:
+            self.reason = error
+            if r"\n" not in line:  # as JSON it may bring a traceback along
+                self._held = line
+                return
         pass_through(line)
         if is_connected_line(line):
+            self._is_connected = True  # from here on an error is one request's, and no reason for the end
             self._on_connected()
-        else:
-            self.reason = read_error_line(line) or self.reason
 
     def stderr(self, line: str) -> None:
         if line.startswith(ERROR_PREFIX):

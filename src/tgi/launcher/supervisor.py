@@ -28,6 +28,8 @@ TICK_S = 0.1
 WAITING_LINE_S = 10.0
 # While starting there is no request to wait for.
 STARTING_GRACE_S = 5.0
+# After a failure there is none that could finish.
+FAILED_GRACE_S = 5.0
 # A dying shard closes its connections before its end can be seen: whoever ends first is not always to blame.
 BLAME_S = 1.0
 
@@ -136,6 +138,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Returns after a stop that was asked for. Raises LauncherFailed after everything has been stopped."""
+        grace_s = FAILED_GRACE_S
         try:
             try:
                 self._start()
@@ -145,10 +148,11 @@ class Supervisor:
                     self._note_progress()
                     self._check_children()
             except StopAsked:
-                self._stop_router(watch_shards=True)
+                self._stop_router(self._grace_s(), watch_shards=True)
+                grace_s = self._grace_s()
             finally:
-                self._stop_router(watch_shards=False)
-                _stop([shard.child for shard in self._shards], self._grace_s(), self._signals)
+                self._stop_router(grace_s, watch_shards=False)
+                _stop([shard.child for shard in self._shards], grace_s, self._signals)
         finally:
             self._kill_everything()
 
@@ -216,13 +220,13 @@ class Supervisor:
                 word = "ShardFailed" if self._announced else "ShardCannotStart"
                 raise LauncherFailed(f"{word}: rank {rank}: {shard.reason(starting=not self._announced)}")
 
-    def _stop_router(self, watch_shards: bool) -> None:
+    def _stop_router(self, grace_s: float, watch_shards: bool) -> None:
         """Let the router finish its requests. With `watch_shards` a shard that dies meanwhile is a failure."""
         router = self._router
         if router is None or router.child.has_ended():
             return
         logger.info("Terminating webserver")
-        for _ in _ending([router.child], self._grace_s(), self._signals):
+        for _ in _ending([router.child], grace_s, self._signals):
             if watch_shards:
                 self._check_shards()
         logger.info("webserver terminated")

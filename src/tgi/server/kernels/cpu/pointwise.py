@@ -111,21 +111,21 @@ def _norm_of(kind: int) -> Callable[[int], None]:
             if row >= _word(arguments, NUM_ITEMS):
                 return
             first = row * size
+            # Views only: which of the two is read depends on what was given.
+            inputs = carray(pointer(_word(arguments, INPUTS) + first * width), size)
+            wide = _word(arguments, RESIDUAL) if has_residual else _word(arguments, INPUTS)
+            stream = carray(_float_pointer(wide + first * 4), size)
             out = carray(pointer(_word(arguments, OUT) + first * width), size)
             squares = _ZERO
             if has_residual:
-                inputs = carray(pointer(_word(arguments, INPUTS) + first * width), size)
-                stream = carray(_float_pointer(_word(arguments, RESIDUAL) + first * 4), size)
                 for i in range(size):
                     total = stream[i] + widen(inputs[i])
                     stream[i] = total
                     squares += total * total
             elif has_wide_inputs:
-                stream = carray(_float_pointer(_word(arguments, INPUTS) + first * 4), size)
                 for i in range(size):
                     squares += stream[i] * stream[i]
             else:
-                inputs = carray(pointer(_word(arguments, INPUTS) + first * width), size)
                 for i in range(size):
                     squares += widen(inputs[i]) * widen(inputs[i])
             scale = _ONE / np.sqrt(squares / np.float32(size) + eps)

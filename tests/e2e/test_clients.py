@@ -1,0 +1,75 @@
+"""Many calls at once through the clients' asynchronous halves: each has its own answer. (One at a time: tests/.)"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import text_generation
+from huggingface_hub import AsyncInferenceClient
+from openai import AsyncOpenAI
+
+from benchmarks.server_process import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
+
+CITIES = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid"}
+
+
+def question(country: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is the capital of {country}?"}]
+
+
+async def all_at_once(ask: Callable[[str], Awaitable[str]]) -> None:
+    """Every country several times."""
+    countries = [*CITIES] * 4
+    answers = await asyncio.gather(*map(ask, countries))
+    for country, answer in zip(countries, answers):
+        assert CITIES[country] in answer
+
+
+@pytest.mark.fault("TGI#1776", "TGI#2985")
+@pytest.mark.row("F: openai client")
+def test_openai(bundled_server: Server) -> None:
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{bundled_server.url}/v1", api_key="-", max_retries=0) as client:
+
+            async def ask(country: str) -> str:
+                stream = await client.chat.completions.create(
+                    model="tgi",
+                    messages=question(country),  # pyright: ignore
+                    max_tokens=20,
+                    temperature=0,
+                    stream=True,
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+            await all_at_once(ask)
+
+    asyncio.run(run())
+
+
+@pytest.mark.row("F: Hub client")
+def test_hub_client(bundled_server: Server) -> None:
+    async def run() -> None:
+        async with AsyncInferenceClient(bundled_server.url) as client:
+
+            async def ask(country: str) -> str:
+                answer = await client.chat_completion(question(country), max_tokens=20, temperature=0)
+                return answer.choices[0].message.content or ""
+
+            await all_at_once(ask)
+
+    asyncio.run(run())
+
+
+@pytest.mark.row("F: Old Python client")
+def test_old_client(bundled_server: Server) -> None:
+    client = text_generation.AsyncClient(bundled_server.url, timeout=120)
+
+    async def ask(country: str) -> str:
+        pieces = [event.token.text async for event in client.generate_stream(f"The capital of {country} is", 6)]
+        return "".join(pieces)
+
+    asyncio.run(all_at_once(ask))

@@ -14,19 +14,18 @@ from benchmarks.server_process import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
-CITIES = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid"}
+COUNTRIES = ("France", "Italy", "Japan", "Spain")
 
 
 def question(country: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"What is the capital of {country}?"}]
+    return [{"role": "user", "content": f"Tell me about {country} in one sentence."}]
 
 
 async def all_at_once(ask: Callable[[str], Awaitable[str]]) -> None:
-    """Every country several times."""
-    countries = [*CITIES] * 4
-    answers = await asyncio.gather(*map(ask, countries))
-    for country, answer in zip(countries, answers):
-        assert CITIES[country] in answer
+    """Every country several times. The answer names the country it was asked for, and no other."""
+    asked = COUNTRIES * 4
+    for country, answer in zip(asked, await asyncio.gather(*map(ask, asked))):
+        assert [name for name in COUNTRIES if name in answer] == [country], answer
 
 
 @pytest.mark.fault("TGI#1776", "TGI#2985")
@@ -65,11 +64,12 @@ def test_hub_client(bundled_server: Server) -> None:
 
 
 @pytest.mark.row("F: Old Python client")
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # the client's own
 def test_old_client(bundled_server: Server) -> None:
     client = text_generation.AsyncClient(bundled_server.url, timeout=120)
 
     async def ask(country: str) -> str:
-        pieces = [event.token.text async for event in client.generate_stream(f"The capital of {country} is", 6)]
+        pieces = [event.token.text async for event in client.generate_stream(f"Item: {country}, Item: {country}, Item: {country}, Item:", max_new_tokens=4)]
         return "".join(pieces)
 
     asyncio.run(all_at_once(ask))

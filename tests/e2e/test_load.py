@@ -27,8 +27,8 @@ class Load:
     seed: int = 20261129
 
 
-# In blocks of 64 tokens: long requests take up to 6 of them each.
-TINY = Load(requests=200, pool=14 * 64, longest_prompt=30, longest_answer=240)
+# In blocks of 64 tokens: long requests take 4 to 7 of them each.
+TINY = Load(requests=200, pool=12 * 64, longest_prompt=20, longest_answer=280)
 REAL = Load(requests=200, pool=16 * 64, longest_prompt=60, longest_answer=240)
 
 

@@ -102,7 +102,7 @@ def describe_commit() -> str:
     """The commit, with `-dirty` where a file that is not a result or a page differs from it."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if not commit:
-        return "unknown"
+        return os.environ.get("GIT_SHA", "unknown")  # a copy without its history
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
     return commit + ("-dirty" if changed else "")
 

@@ -13,7 +13,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +39,7 @@ MARK = "TGI_TEST_MARK"
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, timeout_s: float = STOP_S) -> T:
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = STOP_S) -> T:
     """The first truthy value of `condition`. AssertionError saying `what` never came."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -49,7 +48,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = STOP_S)
     return value
 
 
-async def until(condition: Callable[[], T], what: str, timeout_s: float = STOP_S) -> T:
+async def until(condition: Callable[[], T | None], what: str, timeout_s: float = STOP_S) -> T:
     """As `wait_until`, while the event loop goes on."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -269,12 +268,9 @@ def local_server(
     model: Path | str, *, dtype: str = "float32", environment: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[LocalRouter]:
     """A shard of its own process and a router in this one. Whatever a test did, in the end all memory is back."""
-    with shard(model, "--dtype", dtype, environment=environment) as (_, uds_path):
-        with local_router(model, uds_path, **options) as router:
-            yield router
-            router.run(router.idle())
-
-
-def script(source: str, *arguments: str) -> list[str]:
-    """A command that runs `source` with this interpreter."""
-    return [sys.executable, "-c", source, *arguments]
+    with (
+        shard(model, "--dtype", dtype, environment=environment) as (_, uds_path),
+        local_router(model, uds_path, **options) as router,
+    ):
+        yield router
+        router.run(router.idle())

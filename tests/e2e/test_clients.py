@@ -69,7 +69,12 @@ def test_old_client(bundled_server: Server) -> None:
     client = text_generation.AsyncClient(bundled_server.url, timeout=120)
 
     async def ask(country: str) -> str:
-        pieces = [event.token.text async for event in client.generate_stream(f"Item: {country}, Item: {country}, Item: {country}, Item:", max_new_tokens=4)]
+        pieces = [
+            event.token.text
+            async for event in client.generate_stream(
+                f"Item: {country}, Item: {country}, Item: {country}, Item:", max_new_tokens=4
+            )
+        ]
         return "".join(pieces)
 
     asyncio.run(all_at_once(ask))

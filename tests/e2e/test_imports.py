@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     directory = tmp_path_factory.mktemp("programs")
     for program, module in PROGRAMS.items():
         path = directory / program
@@ -58,7 +57,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         maps = {program: Path(f"/proc/{launcher.child(program)}/maps").read_text() for program in PROGRAMS}
         assert launcher.stop() == 0, launcher.log
     modules = {program: set(json.loads((directory / f"{program}.json").read_text())) for program in PROGRAMS}
-    yield Seen(modules, maps)
+    return Seen(modules, maps)
 
 
 async def serve_something(url: str) -> None:

@@ -216,11 +216,13 @@ def test_a_shard_that_is_killed(model: Path) -> None:
     async def ask(url: str, launcher: Process) -> None:
         parameters = {"max_new_tokens": 1900, "ignore_eos": True}
         async with Client(url) as client:
-            with contextlib.suppress(aiohttp.ClientError):  # cut off; an error event is as good
-                last = "{}"
-                async for last in client.events("/generate_stream", {"inputs": "hello", "parameters": parameters}):
-                    if launcher.popen.poll() is None and "text-generation-server" in str(launcher.family().values()):
-                        os.kill(launcher.child("text-generation-server"), signal.SIGKILL)
+            events = client.events("/generate_stream", {"inputs": "hello", "parameters": parameters})
+            await anext(events)
+            os.kill(launcher.child("text-generation-server"), signal.SIGKILL)
+            last = ""
+            with contextlib.suppress(aiohttp.ClientError):  # cut off: as good as an error event
+                async for event in events:
+                    last = event
                 assert "error" in json.loads(last)
 
     with launched("--model-id", str(model)) as server:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import Answer, Client
+from tests.e2e.client import Client
 from tests.e2e.servers import LocalRouter, local_server
-from tests.e2e.workload import Comparison, Request, assert_whole, at_once, random_requests, summary
+from tests.e2e.workload import Comparison, assert_whole, at_once, random_requests, summary
 from tests.fakes.tiny_model import write_tiny_llama
-from tgi.hub import BUNDLED_MODEL
+from tgi import hub
 from tgi.text.tokenizer import Tokenizer, load_tokenizer
 
 AT_ONCE = 32
@@ -43,7 +43,7 @@ def router(model: Path) -> Iterator[LocalRouter]:
         yield router
 
 
-async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokenizer | None) -> Comparison:
+async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokenizer) -> Comparison:
     requests = random_requests(load.requests, load.seed, load.longest_prompt, load.longest_answer)
     stats = router.core.stats
     async with Client(router.url) as client:
@@ -56,10 +56,12 @@ async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokeniz
         assert await client.metric("tgi_request_success") == load.requests
         alone = await at_once(1, [lambda r=request: r.send(client) for request in requests])
     assert stats.preemptions == preemptions, "a request that runs alone gave way"
-    comparison = Comparison()
+    comparison = Comparison(tokenizer)
     for request, found, expected in zip(requests, together, alone):
         assert_whole(found, request)
-        comparison.compare(found, expected, request, prompt_length(request, found, tokenizer))
+        comparison.compare(found, expected, request)
+        for position in range(0, len(expected.top), 16):
+            assert comparison.choice(expected, position, request)[0] == expected.ids[position], request
     cached = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached"
     comparison.report(f"{summary(requests)}, {preemptions} preemptions, {cached}")
     assert preemptions > 0, "the pool was too large for this test to mean anything"
@@ -67,18 +69,11 @@ async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokeniz
     return comparison
 
 
-def prompt_length(request: Request, answer: Answer, tokenizer: Tokenizer | None) -> int | None:
-    """Tokens; None where they are not needed, or told in the answer."""
-    if tokenizer is None or request.route == "chat":
-        return answer.prompt_tokens or None
-    return min(len(tokenizer.encode(request.text)), request.parameters.get("truncate", 1 << 30))
-
-
 @pytest.mark.slow
 @pytest.mark.fault("TGI#3043", "TGI#2192", "sglang#6888")
 @pytest.mark.row("D: Continuous batching", "D: Radix prefix cache", "G: 3 the same seed")
-def test_random_requests_under_memory_pressure(router: LocalRouter) -> None:
-    comparison = router.run(run_under_pressure(router, TINY, None))
+def test_random_requests_under_memory_pressure(router: LocalRouter, model: Path) -> None:
+    comparison = router.run(run_under_pressure(router, TINY, load_tokenizer(model)))
     assert comparison.excused == 0
 
 
@@ -86,7 +81,5 @@ def test_random_requests_under_memory_pressure(router: LocalRouter) -> None:
 @pytest.mark.real_model
 @pytest.mark.timeout(3600)
 def test_random_requests_under_memory_pressure_with_the_real_model() -> None:
-    from tgi import hub
-
-    with local_server(BUNDLED_MODEL, max_batch_total_tokens=REAL.pool, max_total_tokens=1024) as router:
-        router.run(run_under_pressure(router, REAL, load_tokenizer(hub.locate(BUNDLED_MODEL))), timeout_s=3500)
+    with local_server(hub.BUNDLED_MODEL, max_batch_total_tokens=REAL.pool, max_total_tokens=1024) as router:
+        router.run(run_under_pressure(router, REAL, load_tokenizer(hub.locate(hub.BUNDLED_MODEL))), timeout_s=3500)

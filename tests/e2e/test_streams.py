@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRouter]:
         yield router
 
 
-def sampled(seed: int) -> dict[str, object]:
+def sampled(seed: int) -> dict[str, Any]:
     return {"temperature": 1.4, "seed": seed, "ignore_eos": True}
 
 
@@ -72,14 +73,14 @@ def test_random_bytes(router: LocalRouter) -> None:
 def test_emoji_and_cjk(bundled_server: Server) -> None:
     async def run() -> tuple[Answer, Answer, Answer, Answer]:
         async with Client(bundled_server.url) as client:
-            raw = {"max_new_tokens": 40}
-            chat = {"max_tokens": 40, "temperature": 0}
+            raw: dict[str, Any] = {"max_new_tokens": 40}
+            sent: dict[str, Any] = {"max_tokens": 40, "temperature": 0}
             messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": PATTERN.strip()}]
             return (
                 await client.generate(PATTERN, **raw),
                 await client.generate(PATTERN, stream=True, **raw),
-                await client.chat(messages, **chat),
-                await client.chat(messages, stream=True, **chat),
+                await client.chat(messages, **sent),
+                await client.chat(messages, stream=True, **sent),
             )
 
     plain, streamed, chat, chat_streamed = asyncio.run(run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,25 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     with launched(*options, "--num-shard", "2") as server:
         together = asyncio.run(ask(server))
         commands = list(server.launcher.family().values())
+        assert server.launcher.stop(timeout_s=30) == 0, server.log
     assert sum("text-generation-server serve" in command for command in commands) == 2
     assert sum("text-generation-router" in command for command in commands) == 1
     assert [answer.told for answer in together] == [answer.told for answer in alone]
     assert len(alone[0].ids) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.row("C: Supervision, exit codes, signals")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_die_together(tmp_path: Path, rank: int) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    with launched("--model-id", str(model), "--num-shard", "2") as server:
+        shards = [pid for pid, command in server.launcher.family().items() if "text-generation-server" in command]
+        victim = next(pid for pid in shards if f"RANK={rank}".encode() in environment_of(pid))
+        os.kill(victim, signal.SIGKILL)
+        assert server.launcher.wait(30) == 1, server.log
+        assert server.launcher.lines[-1].startswith("Error: ShardFailed: rank "), server.log
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -92,9 +92,7 @@ class Answers:
             if one.HasField("generated_text"):
                 self.texts[one.request_id] = one.generated_text
 
-    def finish(
-        self, stub: rpc.TextGenerationServiceStub, response: pb.PrefillResponse | pb.DecodeResponse
-    ) -> None:
+    def finish(self, stub: rpc.TextGenerationServiceStub, response: pb.PrefillResponse | pb.DecodeResponse) -> None:
         """Keep a response and all that follow from its batch."""
         self.keep(response)
         while response.HasField("batch"):
@@ -245,7 +243,7 @@ def test_stepping_by_hand_is_refused_while_a_router_streams(
             with pytest.raises(grpc.RpcError) as refused:
                 await asyncio.to_thread(call)
             assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-            assert "stream" in refused.value.details()
+            assert "stream" in str(refused.value.details())
         await asyncio.to_thread(stub.Health, pb.HealthRequest())
         stream.send(Command(admit=[admit(0, tokenizer)]))
         assert len((await collect(stream, {1}))[1]) == MAX_NEW
@@ -263,7 +261,8 @@ def is_welcome(stub: rpc.TextGenerationServiceStub) -> bool:
     try:
         return prefill(stub, 52, request(0)).batch.id == 52
     except grpc.RpcError as error:
-        assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+        if error.code() != grpc.StatusCode.FAILED_PRECONDITION:
+            raise
         return False
 
 

@@ -12,11 +12,15 @@ import torch
 
 from tests.e2e.client import Answer, Client
 from tgi.server.sampling.noise import gumbel_noise
+from tgi.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-WORDS = "the capital of France hello world question answer people 1 22 333 naïve 日本語 😀 zebra, quartz! \n\n - ( )".split(" ")
-SMALL_MARGIN = 0.01  # of float32 logits, noise included: below it a sum in another order may choose another token
+WORDS = (
+    *("the", "capital", "of", "France", "hello", "world", "question", "answer", "people", "1", "22", "333"),
+    *("naïve", "日本語", "😀", "zebra,", "quartz!", "\n\n", "-", "(", ")"),
+)
+SMALL_MARGIN = 0.01  # of float32 logits, noise included: below it another order of sums may choose another token
 MOST_EXCUSED = 0.001  # divergences per token
 
 
@@ -43,7 +47,7 @@ def random_requests(count: int, seed: int, longest_prompt: int, longest_answer: 
     """`longest_prompt` in words, `longest_answer` in tokens.
 
     Greedy and sampled, plain and streamed, with stop strings, truncated, on both routes. What is sampled on the native
-    route says enough of its choices for `margin`: at most 5 tokens are possible and all of them are told.
+    route tells all of its choices, at most 5 tokens each, so that `Comparison` can tell how close they were.
     """
     rng = random.Random(seed)
     # Several begin alike, so that prefixes are shared under pressure.
@@ -104,7 +108,7 @@ async def at_once(limit: int, jobs: Iterable[Callable[[], Coroutine[Any, Any, T]
 def assert_whole(answer: Answer, request: Request) -> None:
     """What holds of every answer by itself."""
     assert "".join(answer.pieces) == answer.text, request
-    most = request.parameters.get("max_new_tokens") or request.parameters.get("max_tokens")
+    most = request.parameters["max_tokens" if request.route == "chat" else "max_new_tokens"]
     if request.route == "generate":
         assert 1 <= len(answer.ids) <= most
         assert answer.finish in ("length", "eos_token", "stop_sequence")
@@ -121,10 +125,11 @@ def assert_whole(answer: Answer, request: Request) -> None:
 class Comparison:
     """Answers against those of undisturbed runs; how many differences were excused, and why not more."""
 
+    tokenizer: Tokenizer
     tokens: int = 0
     excused: int = 0
 
-    def compare(self, found: Answer, alone: Answer, request: Request, prompt_tokens: int | None = None) -> None:
+    def compare(self, found: Answer, alone: Answer, request: Request) -> None:
         """Equal, or different only from a position on where two tokens were almost equally good."""
         self.tokens += len(alone.ids) or len(alone.text)
         if found.told == alone.told:
@@ -133,34 +138,30 @@ class Comparison:
             (index for index, (a, b) in enumerate(zip(found.ids, alone.ids)) if a != b),
             min(len(found.ids), len(alone.ids)),
         )
-        gap = margin(alone, position, request, prompt_tokens)
-        assert gap is not None, f"{request}\n{found}\n{alone}"
+        assert position < len(alone.top), f"{request}\n{found}\n{alone}"
+        _, gap = self.choice(alone, position, request)
         assert gap < SMALL_MARGIN, f"margin {gap} at {position}: {request}\n{found}\n{alone}"
         self.excused += 1
+
+    def choice(self, answer: Answer, position: int, request: Request) -> tuple[int, float]:
+        """The best token at `position` and by how much it wins, in logits with noise. `answer` must tell its tops."""
+        ids, logprobs = zip(*answer.top[position])
+        scores = torch.tensor(logprobs, dtype=torch.float32)
+        seed, temperature = request.parameters.get("seed"), 1.0
+        if seed is not None:
+            prompt = min(len(self.tokenizer.encode(request.text)), request.parameters.get("truncate", 1 << 30))
+            signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+            noise = gumbel_noise(torch.tensor([signed]), torch.tensor([prompt + position]), max(ids) + 1)[0]
+            scores = scores + noise[list(ids)]
+            temperature = request.parameters["temperature"]
+        if len(ids) == 1:
+            return ids[0], float("inf")
+        values, places = scores.topk(2)
+        return ids[int(places[0])], float(values[0] - values[1]) * temperature
 
     def report(self, what: str) -> None:
         print(f"{what}: {self.excused} divergences excused in {self.tokens} tokens")
         assert self.excused <= self.tokens * MOST_EXCUSED
-
-
-def margin(answer: Answer, position: int, request: Request, prompt_tokens: int | None) -> float | None:
-    """By how much the token at `position` won, in logits with noise; None where the answer does not tell."""
-    if position >= len(answer.top) or len(answer.top[position]) < 2:
-        return None
-    ids, logprobs = zip(*answer.top[position])
-    scores = torch.tensor(logprobs, dtype=torch.float32)
-    temperature = 1.0
-    seed = request.parameters.get("seed")
-    if seed is not None:
-        if prompt_tokens is None:
-            return None
-        signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-        where = torch.tensor([prompt_tokens + position])
-        noise = gumbel_noise(torch.tensor([signed]), where, max(ids) + 1)[0]
-        scores = scores + noise[list(ids)]
-        temperature = request.parameters.get("temperature", 1.0)
-    best, second = scores.topk(2).values.tolist()
-    return (best - second) * temperature
 
 
 def summary(requests: Sequence[Request]) -> str:

@@ -65,7 +65,8 @@ class PromptToken:
 class Sink(Protocol):
     """Where a request's events go, in the order: prompt?, token*, and exactly one of (last token with finish, fail).
 
-    Called from the event loop, never concurrently, and never again after the end. Must return at once and must not raise.
+    Called from the event loop, never concurrently, and never again after the end. Must return at once and must not
+    raise.
     """
 
     def prompt(self, tokens: list[PromptToken]) -> None: ...

@@ -17,7 +17,7 @@ import torch
 from tgi import env
 from tgi.errors import StartupError
 from tgi.model_config import ModelConfig, read_model_config
-from tgi.server.attention.select import select_backend
+from tgi.server.attention.select import make_backend
 from tgi.server.config import ShardConfig
 from tgi.server.distributed.group import Group, make_group
 from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
@@ -76,7 +76,7 @@ def _load(config: ShardConfig, group: Group, device: torch.device) -> tuple[Mode
         model = build_model(model_config, checkpoint, dtype, device, group)
     finally:
         checkpoint.close()
-    backend = select_backend(config.attention, device.type, config.block_size)
+    backend = make_backend(config.attention, config.block_size)
     shape = model.cache_shape
     backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
     log.info("Loaded in %.1f s", time.perf_counter() - started)

@@ -45,7 +45,8 @@ def select_backend(name: str | None, device_type: str, block_size: int | None = 
     else:
         chosen = _ALIASES.get(name, name)
         _check_asked(name, chosen, device_type)
-    return _build(chosen, device_type, _checked_block_size(chosen, block_size))
+    _say_what_is_slow(chosen, device_type)
+    return make_backend(chosen, _checked_block_size(chosen, block_size))
 
 
 def _automatic(device_type: str) -> str:
@@ -94,15 +95,22 @@ def _checked_block_size(name: str, block_size: int | None) -> int:
     return block_size
 
 
-def _build(name: str, device_type: str, block_size: int) -> AttentionBackend:
-    if name == "flashdecoding-ipex":
-        if importlib.util.find_spec("numba") is None:
-            logger.warning("Attention backend %s runs on the torch reference: numba is not installed", name)
-            return TorchBackend(name, block_size)
+def make_backend(name: str, block_size: int) -> AttentionBackend:
+    """The backend of a name that `select_backend` has chosen: no question is asked again, nothing is logged."""
+    if name == "flashdecoding-ipex" and _has_numba():
         # Imported here: numba takes a second, which a GPU's start need not spend.
         from tgi.server.attention.cpu_backend import CpuBackend
 
         return CpuBackend(name, block_size)
+    return TorchBackend(name, block_size)
+
+
+def _say_what_is_slow(name: str, device_type: str) -> None:
+    if name == "flashdecoding-ipex" and not _has_numba():
+        logger.warning("Attention backend %s runs on the torch reference: numba is not installed", name)
     if name not in _WITH_KERNELS:
         logger.warning("Attention backend %s on %s runs on the torch reference: correct, not fast", name, device_type)
-    return TorchBackend(name, block_size)
+
+
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None

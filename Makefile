@@ -51,8 +51,8 @@ test-fast: $(VENV)/.test ## the fast lane of tests (under 4 minutes on two cores
 test-gpu: $(VENV)/.test ## the tests that need a CUDA device; their record goes to benchmarks/results
 	@$(PYTEST) -m gpu --record benchmarks/results/gpu-tests.json
 
-soak: $(VENV)/.test ## the long tests: minutes to hours
-	@$(PYTEST) -m soak --hypothesis-profile=soak --timeout=7200
+soak: $(VENV)/.test ## the long tests, about half an hour; their record goes to benchmarks/results
+	@$(PYTEST) -m soak --hypothesis-profile=soak --timeout=7200 --record benchmarks/results/soak.json
 
 fmt: $(VENV)/.test ## format, and mend what ruff can
 	@$(BIN)/ruff format .
@@ -84,7 +84,7 @@ lock: $(VENV)/.test ## resolve requirements/lock-py311.txt anew (with Python 3.1
 	@sed -i.old -e 's/+[a-z0-9.]*$$//' -e '/^\(nvidia-\|cuda-\|triton\)/d' -e '/^#/d' -e '/^$$/d' $(LOCK) && rm $(LOCK).old
 
 bench: $(VENV)/.test ## run the benchmarks that need no GPU and write benchmarks/results
-	@for name in allocator wire router_stream serve_cpu; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name --save; done
+	@for name in allocator wire plan_transport router_stream serve_cpu; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name --save; done
 	@$(BIN)/python -m benchmarks.page
 
 docs: $(VENV)/.test ## write the generated pages of docs/

@@ -23,6 +23,7 @@ from benchmarks.server_process import Server, serving
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 NO_CUDA = "needs a CUDA device"
+RECORDED = {"gpu": "make test-gpu", "soak": "make soak"}  # marks whose runs leave a record, and the words that run them
 
 # No test reaches the hub: its address is a port of this machine where nobody listens. (HF_HUB_OFFLINE would also stop
 # huggingface_hub's client from talking to a server of ours.)
@@ -85,7 +86,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return  # nothing ran: an earlier record says more
     figures = [Figure(word, count, "tests") for word, count in counts.items()]
     figures.append(Figure("duration", round(time.perf_counter() - session.config.stash[_STARTED], 1), "s"))
-    write_record(Path(path), figures, title="Tests marked gpu", command="make test-gpu")
+    mark = session.config.option.markexpr
+    write_record(Path(path), figures, title=f"Tests marked {mark}", command=RECORDED.get(mark, f"pytest -m {mark}"))
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,10 @@ class Client:
                 else:
                     assert text in ("", ":"), text
 
+    async def get(self, path: str) -> int:
+        async with self._session.get(path) as response:
+            return response.status
+
     async def status(self, path: str, body: Any) -> int:
         async with self._session.post(path, json=body) as response:
             return response.status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from tgi import hub
 from tgi.text.tokenizer import Tokenizer, load_tokenizer
 
 AT_ONCE = 32
+SLOWEST_HEALTH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,11 @@ async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokeniz
     requests = random_requests(load.requests, load.seed, load.longest_prompt, load.longest_answer)
     stats = router.core.stats
     async with Client(router.url) as client:
+        watch = asyncio.create_task(watch_health(client))
         together = await at_once(AT_ONCE, [lambda r=request: r.send(client) for request in requests])
+        watch.cancel()
+        await asyncio.wait([watch])
+        assert watch.cancelled(), watch.exception()
         preemptions = stats.preemptions
         await router.idle()
         assert stats.dropped == 0
@@ -69,8 +76,17 @@ async def run_under_pressure(router: LocalRouter, load: Load, tokenizer: Tokeniz
     return comparison
 
 
+async def watch_health(client: Client) -> None:
+    """Busy is not ill, and answers are quick however long the prompts are that are being read."""
+    while True:
+        asked = time.monotonic()
+        assert await client.get("/health") == 200
+        assert time.monotonic() - asked < SLOWEST_HEALTH_S
+        await asyncio.sleep(0.05)
+
+
 @pytest.mark.slow
-@pytest.mark.fault("TGI#3043", "TGI#2192", "sglang#6888")
+@pytest.mark.fault("TGI#3043", "TGI#2192", "sglang#6888", "sglang#22511")
 @pytest.mark.row("D: Continuous batching", "D: Radix prefix cache", "G: 3 the same seed")
 def test_random_requests_under_memory_pressure(router: LocalRouter, model: Path) -> None:
     comparison = router.run(run_under_pressure(router, TINY, load_tokenizer(model)))

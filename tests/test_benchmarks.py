@@ -17,7 +17,7 @@ from benchmarks.process import DidNotStart, running
 from benchmarks.record import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["allocator", "wire", "router_stream", "serve_cpu", "load"]
+SCRIPTS = ["allocator", "wire", "plan_transport", "router_stream", "serve_cpu", "gpu_steps", "load"]
 
 
 def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def test_help_says_what_is_measured(name: str) -> None:
 def test_make_bench_names_benchmarks_that_exist() -> None:
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "for name in allocator" in line]
     names = line.split("for name in ")[1].split(";")[0].split()
-    assert set(names) == set(SCRIPTS) - {"load"}
+    assert set(names) == set(SCRIPTS) - {"load", "gpu_steps"}
 
 
 def check_record(path: Path, name: str) -> list[Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,7 +240,8 @@ def test_stepping_by_hand_is_refused_while_a_router_streams(
         client = ShardClient.connect(running_shard[1])
         stream = client.stream()
         assert (await anext(stream)).opening is not None
-        for call in (lambda: decode(stub, 50), lambda: prefill(stub, 51, request(0))):
+        again = functools.partial(decode, stub, 50)
+        for call in (again, functools.partial(prefill, stub, 51, request(0)), again):
             with pytest.raises(grpc.RpcError) as refused:
                 await asyncio.to_thread(call)
             assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -400,6 +400,8 @@ class Stepper:
     def _pop(self, batch_id: int) -> Batch:
         batch = self._batches.pop(batch_id, None)
         if batch is None:
+            # A router's stream took the batches along: then that is what must be said, and this raises it.
+            self._engine.step_by_hand(Command(), ())
             raise GenerationFailed(f"Batch ID {batch_id} not found in cache.")
         return batch
 

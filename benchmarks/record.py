@@ -121,7 +121,10 @@ def _cpu_name() -> str:
     except OSError:
         return _output("uname", "-m")
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else _output("uname", "-m")
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    # The same name stands for machines with and without matrix units, which differ several times in speed.
+    units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in flags]
+    return (names[0] if names else _output("uname", "-m")) + (f" ({units[0]})" if units else "")
 
 
 def _output(*command: str) -> str:

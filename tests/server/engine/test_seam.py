@@ -7,8 +7,11 @@ import itertools
 import pytest
 
 from tests.fakes.device import FakeDevice, expected_ids
-from tests.fakes.scripted_shard import ids_of
+from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, make_request, open_text
+from tests.fakes.scripted_shard import ids_of, pack
 from tests.fakes.seam import Workload, drive
+from tgi.errors import GenerationFailed
+from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.engine import Engine, Limits
 from tgi.server.engine.plan import PrefillBudget
@@ -21,8 +24,9 @@ ROWS = 6
 class EngineUnderTest:
     """The loop of engine/loop.py without its thread, one turn at a time."""
 
-    def __init__(self, load: Workload, lag: int, depth: int) -> None:
+    def __init__(self, load: Workload, lag: int, depth: int, rows: int = ROWS) -> None:
         self.load = load
+        self.num_rows = rows
         self.device = FakeDevice(load.block_size, lag=lag, depth=depth, vocab_size=VOCAB_SIZE)
         self.epochs = itertools.count(1)
         self.max_ahead = 0
@@ -39,7 +43,7 @@ class EngineUnderTest:
         limits = Limits(
             self.load.window, PrefillBudget(budget, budget, True), self.load.num_blocks, kv_epoch=next(self.epochs)
         )
-        self.engine = Engine(self.device, RequestTable(ROWS, self.load.block_size), limits)
+        self.engine = Engine(self.device, RequestTable(self.num_rows, self.load.block_size), limits)
 
     def open(self) -> Step:
         self.seen = 0
@@ -97,6 +101,67 @@ def test_random_histories(block_size: int, lag: int, depth: int) -> None:
     for seed, window in enumerate((4, 9)):
         shard = run(block_size, lag, depth, seed, window, operations=500)
         assert shard.device.tokens_computed > 100
+
+
+def linked(load: Workload, lag: int, depth: int, rows: int = ROWS) -> tuple[EngineUnderTest, Link]:
+    shard = EngineUnderTest(load, lag, depth, rows)
+    core = SchedulerCore(SchedulerConfig(load.num_blocks, load.block_size), TOKENIZER, open_text)
+    link = Link(core, shard)
+    link.open()
+    return shard, link
+
+
+# A shard that dies faster than prompts are read again fails its requests in the end, as it should: not below 5.
+@pytest.mark.parametrize(("every", "renewed"), [(3, False), (4, False), (7, False), (5, True), (7, True), (11, True)])
+def test_a_break_after_every_nth_message_changes_no_answer(every: int, renewed: bool) -> None:
+    load = Workload(num_blocks=40, block_size=4, window=6, vocab_size=VOCAB_SIZE)
+    shard, link = linked(load, lag=1, depth=2)
+    prompts = [[index, 7, *range(index)] for index in range(8)]
+    sinks = [MemorySink() for _ in prompts]
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        link.core.submit(make_request(prompt, 30), sink)
+    delivered = 0
+    for _ in range(5_000):
+        if all(sink.num_ends for sink in sinks):
+            break
+        link.say()
+        link.hear()
+        link.advance()
+        if link.deliver():
+            delivered += 1
+            if delivered % every == 0:
+                if renewed:
+                    shard.renew_cache()
+                link.open()
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        assert sink.error is None
+        assert sink.ids == expected_ids(prompt, 30, 0, VOCAB_SIZE), "a token was changed, lost or sent twice"
+        assert sink.finish is not None
+        assert sink.finish.text == sink.text
+    link.run()
+    link.check()
+    assert link.core.allocator.num_available == load.num_blocks - 1
+
+
+def test_of_64_requests_one_is_poison_and_it_alone_fails() -> None:
+    load = Workload(num_blocks=400, block_size=4, window=6, vocab_size=VOCAB_SIZE)
+    shard, link = linked(load, lag=1, depth=2, rows=64)
+    poison = pack([99, 98, 97])
+    shard.device.poison = lambda admit: admit.prompt_ids == poison
+    prompts = [[index, 5] for index in range(63)]
+    prompts.insert(40, [99, 98, 97])
+    sinks = [MemorySink() for _ in prompts]
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        link.core.submit(make_request(prompt, 12), sink)
+    link.run()
+    failed = [index for index, sink in enumerate(sinks) if sink.error is not None]
+    assert failed == [40]
+    assert isinstance(sinks[40].error, GenerationFailed)
+    assert "poisoned" in str(sinks[40].error)
+    for index, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        if index != 40:
+            assert sink.ids == expected_ids(prompt, 12, 0, VOCAB_SIZE)
+    link.check()
 
 
 @pytest.mark.soak

@@ -128,8 +128,8 @@ VARIABLES: Mapping[str, Variable] = _table(
     Variable("AIP_HTTP_PORT", Kind.INT, None, "", "Vertex AI: port, instead of --port"),
     Variable("AIP_PREDICT_ROUTE", Kind.TEXT, None, "", "Vertex AI: route of predictions"),
     Variable("AIP_HEALTH_ROUTE", Kind.TEXT, None, "", "Vertex AI: route of the health check"),
-    Variable("DOCKER_LABEL", Kind.TEXT, None, "router", "image label shown by /info"),
-    Variable("GIT_SHA", Kind.TEXT, None, "router", "commit shown by /info and in system_fingerprint"),
+    Variable("DOCKER_LABEL", Kind.TEXT, None, "router", "image label shown by /info and in system_fingerprint"),
+    Variable("GIT_SHA", Kind.TEXT, None, "router", "commit shown by /info"),
     Variable("PATH", Kind.TEXT, "", "launcher", "where programs are looked for that do not lie beside the launcher"),
 )
 

@@ -63,7 +63,7 @@ async def freed(router: LocalRouter, num_rows: int, num_waiting: int = 0) -> Non
     core = router.core
     await until(
         lambda: (len(core.rows), len(core.queue)) == (num_rows, num_waiting),
-        f"{num_rows} rows and {num_waiting} waiting, found {len(core.rows)} and {len(core.queue)}",
+        f"{num_rows} rows and {num_waiting} waiting",
         MOST_S,
     )
     router.check()
@@ -138,7 +138,10 @@ def test_while_queued(router: LocalRouter, path: str) -> None:
         # The row of one that hangs up is the next one's.
         await runners[0].hang_up()
         await freed(router, ROWS)
-        await until(lambda: rows(router)[-1].request.stopping.max_new_tokens == 4000 and rows(router)[-1].generated, "")
+        await until(
+            lambda: rows(router)[-1].request.stopping.max_new_tokens == 4000 and rows(router)[-1].generated,
+            "the second one generates",
+        )
         for caller in (*runners[1:], second):
             await caller.hang_up()
         await router.idle(MOST_S)

@@ -79,6 +79,8 @@ class _Ticket:
 class FakeDevice:
     """Implements tgi.server.engine.device.Device."""
 
+    max_blocks = 1 << 20
+
     def __init__(self, block_size: int, *, lag: int = 0, depth: int = 1, vocab_size: int = 1000) -> None:
         self.depth = depth
         self.block_size = block_size

@@ -54,6 +54,7 @@ def main() -> None:
         true_logits = model.logits
         model.logits = lambda hidden: true_logits(hidden) * -1.0  # type: ignore[method-assign]
         follow(runner, join_leader(group, "localhost", CPU), free_bytes=1 << 30)
+        group.close()
         return
     device = LeaderDevice(runner, gather_followers(group, "localhost", CPU))
     assert device.smallest(1 << 40) == (1 << 30 if world > 1 else 1 << 40)
@@ -71,6 +72,7 @@ def main() -> None:
         for handle, token in zip(step.handles, step.token_ids, strict=True):
             answers[handle].append(token)
     device.stop()
+    group.close()
     print(json.dumps(list(answers.values())))
 
 

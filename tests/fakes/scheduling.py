@@ -41,7 +41,7 @@ def make_request(
         stop_ids=stop_ids,
         ignore_eos=ignore_eos,
     )
-    return ValidRequest(pack(prompt), "", Sampling(), stopping, **fields)  # pyright: ignore[reportArgumentType]
+    return ValidRequest(pack(prompt), Sampling(), stopping, **fields)  # pyright: ignore[reportArgumentType]
 
 
 class MemorySink:

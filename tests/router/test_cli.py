@@ -97,7 +97,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_default() -> None:
-    environment = {"PORT": "80", "MAX_BEST_OF": "3", "JSON_OUTPUT": "true", "CORS_ALLOW_ORIGIN": "https://a https://b"}
+    environment = {"PORT": "80", "MAX_BEST_OF": "3", "JSON_OUTPUT": "true", "CORS_ALLOW_ORIGIN": "https://a,https://b"}
     config = read_config({"port": 8080}, environment)
     assert (config.port, config.max_best_of, config.json_output, config.max_stop_sequences) == (8080, 3, True, 4)
     assert config.cors_allow_origin == ("https://a", "https://b")

@@ -66,7 +66,7 @@ CATALOGUE: tuple[Definition, ...] = (
     _counter("tgi_batch_inference_count", "steps", "Steps asked of the shard", "method", _METHOD),
     _counter("tgi_batch_inference_success", "steps", "Steps that the shard finished", "method", _METHOD),
     _counter("tgi_batch_inference_failure", "steps", "Steps that the shard failed", "method", _METHOD),
-    _counter("tgi_batch_concat", "requests", "Requests that joined a running batch, by reason", "reason", _REASONS),
+    _counter("tgi_batch_concat", "admissions", "Admissions to a running batch, by reason", "reason", _REASONS),
     _gauge("tgi_queue_size", "requests", "Requests waiting to be admitted"),
     _gauge("tgi_batch_current_size", "requests", "Requests running"),
     _gauge("tgi_batch_current_max_tokens", "tokens", "KV tokens that the running requests hold"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi.router.api import chat, generate, info, metrics, tokenize
 from tgi.router.api.errors import HANDLERS
@@ -41,6 +42,8 @@ def create_app(services: Services, api_key: str | None = None, cors_allow_origin
     # Compute routes first: where two routes share a path, the first one found answers for its method.
     routes = [Route(path, endpoint, methods=[method], middleware=guard) for method, path, endpoint in COMPUTE]
     routes += [Route(path, endpoint, methods=[method]) for method, path, endpoint in OPEN]
+    # Each route of a shared path would name its own method only.
+    routes.append(Route("/", _WrongMethod({"allow": "GET, HEAD, POST"})))
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(cors_allow_origin) or ["*"],
@@ -52,3 +55,13 @@ def create_app(services: Services, api_key: str | None = None, cors_allow_origin
     app.router.redirect_slashes = False  # an unknown path is a 404, as in TGI
     app.state.services = services
     return Edge(app)
+
+
+class _WrongMethod:
+    """Answers every method; a class, since Starlette gives a function GET alone."""
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise HTTPException(405, headers=self._headers)

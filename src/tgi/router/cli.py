@@ -109,7 +109,7 @@ def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
             value = None
         if value is None and environment.get(flag.variable, "").strip():
             text = environment[flag.variable].strip()
-            value = text.split() if flag.is_list else env.parse(flag.variable, flag.kind, text)
+            value = text.replace(",", " ").split() if flag.is_list else env.parse(flag.variable, flag.kind, text)
         if value is not None:
             chosen.add(flag.field)
         values[flag.field] = flag.default if value is None else value

@@ -89,11 +89,12 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
             starting.cancel()
         else:
             server.handle_exit(number, None)
+            scheduler.stop_waiting()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        async with assembled(config) as (app, _):
+        async with assembled(config) as (app, scheduler):
             server = Server(app, on_listening=_settle)
             await server.serve([listener])
     except asyncio.CancelledError:

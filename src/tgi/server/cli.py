@@ -15,9 +15,9 @@ from tgi.observability.logging import setup_logging
 
 log = logging.getLogger(__name__)
 
-# A thread that waits for the next parallel region spins for some tens of microseconds, then sleeps: inside a step regions
-# follow each other faster than that, between steps the core is the router's. Sleeping at once cost half of a decode step
-# (27 instead of 18 ms at batch 1), spinning for long takes the router's core from it.
+# A thread that waits for the next parallel region spins for some tens of microseconds, then sleeps: inside a step
+# regions follow each other faster than that, between steps the core is the router's. Sleeping at once costs 9 ms of a
+# decode step (27 instead of 18 at batch 1), spinning for long takes the router's core from it.
 SHARD_THREADING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 # Three threads share the interpreter; one that computes must give way sooner than the default 5 ms.
 SWITCH_INTERVAL_S = 0.0002

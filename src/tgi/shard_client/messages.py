@@ -43,6 +43,11 @@ class Stopping:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Every id that ends the row."""
+        return frozenset(self.stop_ids if self.ignore_eos else (*self.eos_ids, *self.stop_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

@@ -9,6 +9,7 @@ from tests.fakes.backend import ScriptedBackend
 from tests.fakes.tokenizer import BOS_ID, EOS_ID
 from tgi.observability.metrics import Metrics
 from tgi.router.api.metrics import follow
+from tgi.router.api.tokenize import LONG_TEXT
 from tgi.router.scheduling.stats import SchedulerStats
 
 
@@ -50,11 +51,13 @@ def test_tokenize_places_tokens_in_the_bytes(app: App, text: str, slices: list[t
     assert answer.json == [{"id": i, "text": t, "start": a, "stop": b} for i, t, a, b in slices]
 
 
-def test_tokenize_of_a_long_text(app: App) -> None:
-    text = "aé" * 1000
-    answer = app.post("/tokenize", {"inputs": text})
-    assert [entry["id"] for entry in answer.json] == list(text.encode())
-    assert answer.json[-1] == {"id": 169, "text": "é", "start": 2998, "stop": 3000}
+@pytest.mark.parametrize("pairs", [1000, LONG_TEXT])
+def test_tokenize_of_a_long_text(pairs: int) -> None:
+    text = "aé" * pairs
+    with serving(ScriptedBackend(None), payload_limit=1 << 20) as app:
+        entries = app.post("/tokenize", {"inputs": text}).json
+    assert [entry["id"] for entry in entries] == list(text.encode())
+    assert entries[-1] == {"id": 169, "text": "é", "start": 3 * pairs - 2, "stop": 3 * pairs}
 
 
 def test_tokenize_needs_no_permit(app: App) -> None:
@@ -101,6 +104,4 @@ def test_the_schedulers_numbers_are_read_at_each_scrape() -> None:
     assert value("tgi_batch_inference_count_total", method="decode") == 6
     assert value("tgi_batch_concat_total", reason="chunking") == 2
     stats.observe("tgi_batch_forward_duration", 0.25, "prefill")
-    stats.observe("tgi_request_queue_duration", 0.25, None)
     assert value("tgi_batch_forward_duration_sum", method="prefill") == 0.25
-    assert value("tgi_request_queue_duration_count") == 0, "observed once, when the request ends"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from datetime import datetime
 
 import pytest
@@ -150,3 +151,11 @@ def test_long_and_short_chats_are_rendered_alike(length: int) -> None:
     text = asyncio.run(template.render_aside(messages))
     assert text == template.render(messages)
     assert re.search(f"x{{{length}}}", text)
+
+
+@pytest.mark.parametrize(("count", "length", "beside"), [(3, 9, False), (1, LONG_CHAT, True), (2_000, 0, True)])
+def test_what_takes_long_is_rendered_beside_the_loop(count: int, length: int, beside: bool) -> None:
+    template = ChatTemplate("{{ thread() }}", {})
+    messages = [{"role": "user", "content": "x" * length}] * count
+    thread = asyncio.run(template.render_aside(messages, {"thread": threading.get_ident}))
+    assert (int(thread) != threading.get_ident()) == beside

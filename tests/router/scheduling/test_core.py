@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.fakes.tokenizer import EOS_ID, ids_of
 from tgi.enums import FinishReason
 from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from tgi.router.backend import TokenEvent
-from tgi.router.scheduling.entry import State
+from tgi.router.scheduling.entry import Entry, State
 from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Sampling
 
@@ -251,7 +252,7 @@ def test_prompt_logprobs_are_not_asked_for_again() -> None:
 @pytest.mark.fault("llama.cpp#7381")
 def test_the_seed_is_reported_when_it_mattered() -> None:
     link = joined()
-    sampled = ValidRequest(make_request().prompt_ids, "", Sampling(do_sample=True, seed=7), make_request().stopping)
+    sampled = ValidRequest(make_request().prompt_ids, Sampling(do_sample=True, seed=7), make_request().stopping)
     _, sink = submit(link, sampled)
     _, greedy = submit(link, make_request())
     settle(link)
@@ -482,6 +483,36 @@ def test_a_cache_renewed_under_the_stream_starts_everybody_over() -> None:
     assert sink.ids == expected(request)
 
 
+@pytest.mark.parametrize("place", ["allocate", "admit_message"])
+def test_a_fault_of_ours_in_the_middle_of_an_admission_is_forgotten(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half-made decisions must not reach the next stream: they name blocks that belong to others by then."""
+    link = joined()
+    runs = [(request, *submit(link, request)) for request in (make_request(range(4 * n), 9) for n in range(1, 4))]
+    owner = link.core.allocator if place == "allocate" else Entry
+    whole, calls = getattr(owner, place), 0
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("a fault of ours")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(owner, place, fails_once)
+    with pytest.raises(RuntimeError):
+        link.core.next_command()
+    link.core.stream_lost(keep_memory=False)
+    assert len(link.core.queue) == len(runs)
+    link.open()
+    assert [admit.handle for admit in link.commands[0].admit] == [entry.handle for entry in link.core.rows]
+    settle(link)
+    for request, _, sink in runs:
+        assert sink.ids == expected(request)
+        assert (sink.num_ends, sink.faults) == (1, [])
+
+
 def test_who_outlives_no_shard_fails_in_the_end() -> None:
     link = joined()
     _, sink = submit(link, make_request(range(5), 8))
@@ -535,7 +566,6 @@ def test_stats_count_what_happened() -> None:
     names = {name for name, _, _ in seen}
     assert names == {
         "tgi_batch_next_size",
-        "tgi_request_queue_duration",
         "tgi_batch_inference_duration",
         "tgi_batch_forward_duration",
         "tgi_batch_decode_duration",

@@ -341,6 +341,35 @@ def test_used_up_handles_open_a_new_stream() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_server_that_ends_does_not_wait_for_a_lost_shard(is_lost_first: bool) -> None:
+    async def main() -> None:
+        shard = MemoryShard(PlainShard(max_rows=1, num_blocks=4_000))
+        scheduler = await started(shard)
+        sinks = [WaitingSink() for _ in range(3)]
+        for sink in sinks:
+            scheduler.schedule(make_request(range(5), 50_000), sink)
+        await until(lambda: sinks[0].events)
+        shard.is_away = True
+        if is_lost_first:
+            shard.streams[-1].break_off()
+            await until(lambda: shard.num_refused)
+            assert not any(sink.error for sink in sinks)
+            scheduler.stop_waiting()
+        else:
+            scheduler.stop_waiting()
+            before = len(sinks[0].events)
+            await until(lambda: len(sinks[0].events) > before)  # while the shard is there, requests run on
+            shard.streams[-1].break_off()
+            await until(lambda: all(sink.ended.is_set() for sink in sinks))
+        assert all(isinstance(sink.error, Unavailable) for sink in sinks)
+        with pytest.raises(Unavailable):
+            scheduler.schedule(make_request(), WaitingSink())
+        await scheduler.close()
+
+    asyncio.run(main())
+
+
 def test_closing_answers_everybody() -> None:
     async def main() -> None:
         shard = MemoryShard(PlainShard(max_rows=1, num_blocks=4_000))

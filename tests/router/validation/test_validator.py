@@ -38,7 +38,6 @@ def validate(text: str, door: Door = NATIVE, limits: Limits = LIMITS, **values: 
 def test_defaults_are_filled_in() -> None:
     request = validate("hello")
     assert unpacked(request.prompt_ids) == [BOS_ID, *ids_of("hello")]
-    assert request.prompt_text == "hello"
     assert request.stopping.max_new_tokens == 30 - 6
     assert request.sampling.seed == 77
     assert (request.top_n, request.priority, request.use_cache, request.cache_salt) == (0, 0, True, "")

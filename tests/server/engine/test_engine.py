@@ -305,3 +305,20 @@ def test_the_fake_device_notices_foreign_kv() -> None:
 def test_digests_make_ids_depend_on_the_whole_prefix() -> None:
     assert choose(extend(extend(b"", 1), 2), 0, 1000) != choose(extend(extend(b"", 2), 1), 0, 1000)
     assert np.unique([choose(extend(b"", token), 0, 1000) for token in range(50)]).size > 40
+
+
+def test_more_blocks_than_a_row_can_have_are_that_requests_error() -> None:
+    engine, device = make_engine()
+    device.max_blocks = 5
+    blocks = Blocks()
+    engine.apply(Command(admit=[admit(1, [1], 9, blocks.take(6)), admit(2, [2], 9, blocks.take(3))]))
+    engine.apply(Command(grow=[(2, blocks.take(2))]))
+    step = engine.step()
+    assert step is not None
+    assert [(error.handle, error.message) for error in step.errors] == [(1, "6 blocks; a request can have 5")]
+    assert list(step.handles) == [2]
+    engine.apply(Command(grow=[(2, blocks.take(1))]))
+    step = engine.step()
+    assert step is not None
+    assert [error.handle for error in step.errors] == [2]
+    assert engine.table.num_live == 0

@@ -10,7 +10,8 @@ import torch
 
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.distributed.group import SingleRank
-from tgi.server.engine.leader import GroupBroken, LeaderDevice, Wire, follow
+from tgi.server.engine import leader as room
+from tgi.server.engine.leader import GroupBroken, LeaderDevice, Wire, follow, gather_followers
 from tgi.shard_client.messages import Admit, Sampling, Stopping
 
 
@@ -74,8 +75,7 @@ def test_followers_are_told_every_decision_in_order() -> None:
     assert not failures
     sizes, changes, launched = following.told
     assert sizes == (10, 4, 100) == leading.told[0]
-    assert changes.removed == [2]
-    assert changes.added == [], "sampling state lives on rank 0 alone"
+    assert (changes.removed, changes.added) == ([], []), "sampling state lives on rank 0 alone"
     assert [(row, first, numbers.tolist()) for row, first, numbers in changes.blocks] == [(1, 0, [1, 2])]
     for name in StepPlan.__slots__:
         np.testing.assert_array_equal(getattr(launched, name), getattr(plan(), name))
@@ -101,3 +101,33 @@ def test_the_leader_learns_that_a_follower_is_gone() -> None:
     with pytest.raises(GroupBroken):
         leader.launch(plan())
     leader.stop()
+
+
+def test_strangers_at_the_port_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "GREETING_TIMEOUT_S", 0.05)
+    callers: list[socket.socket] = []
+
+    class Group:
+        """Of two ranks; the second one comes behind three strangers."""
+
+        rank = 0
+        world_size = 2
+
+        def broadcast_(self, greeting: torch.Tensor) -> torch.Tensor:
+            port, *secret = greeting.tolist()
+            for said in (b"", None, bytes(16), bytes(secret)):
+                caller = socket.create_connection(("localhost", port))
+                if said is None:
+                    caller.close()
+                else:
+                    caller.sendall(said)
+                callers.append(caller)
+            return greeting
+
+    (wire,) = gather_followers(Group(), "localhost", torch.device("cpu"))  # type: ignore[arg-type]
+    wire.send(b"plan")
+    callers[-1].settimeout(20)
+    assert callers[-1].recv(100)[4:] == b"plan"
+    wire.close()
+    for caller in callers:
+        caller.close()

@@ -31,17 +31,18 @@ def run(model: Path, world: int) -> list[list[int]]:
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
     try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world
-    return json.loads(outputs[0])
+    assert [rank.returncode for rank in ranks] == [0] * world, [errors for _, errors in outputs]
+    return json.loads(outputs[0][0])
 
 
 @pytest.mark.slow

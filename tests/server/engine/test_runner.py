@@ -107,7 +107,8 @@ def test_logprobs_are_of_the_chosen_ids(shard: TinyShard) -> None:
 @pytest.mark.fault("vllm#54195")
 def test_ids_outside_the_vocabulary_never_reach_the_device(shard: TinyShard) -> None:
     shard.reset()
-    for request in (shard.admit([512], 4), shard.admit([1], 4, stop_ids=(512,)), shard.admit([1], 4, eos_ids=(9999,))):
+    for request in (shard.admit([512], 4), shard.admit([1], 4, stop_ids=(512,))):
         assert "outside the vocabulary" in (shard.runner.check(request) or "")
-    (answer,) = shard.run([shard.admit([511], 4)])
+    # An EOS comes from the model's files, not from the client: one that the head lacks is no reason to refuse.
+    (answer,) = shard.run([shard.admit([511], 4, eos_ids=(9999,), min_new_tokens=2)])
     assert len(answer.ids) == 4

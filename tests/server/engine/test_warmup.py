@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tgi.errors import StartupError
-from tgi.server.engine.warmup import size_cache
+from tgi.server.engine.plan import PrefillBudget
+from tgi.server.engine.warmup import prefill_budget, size_cache
 from tgi.shard_client.messages import WarmupRequest
 
 MIB = 1 << 20
@@ -37,8 +38,18 @@ def test_at_least_one_request_fits() -> None:
     assert (found.num_blocks - 1) * 16 >= 2000
     with pytest.raises(StartupError, match="Not enough memory to handle `max_total_tokens=9000`"):
         sizes(request(max_total_tokens=9000))
+    with pytest.raises(StartupError, match="`max_total_tokens=0`: the KV cache holds 0 tokens"):
+        sizes(request(), kv=0, most=0)
 
 
 def test_lengths_must_leave_room_for_an_answer() -> None:
     with pytest.raises(StartupError, match="must be <"):
         sizes(request(max_total_tokens=500, max_input_tokens=500))
+
+
+@pytest.mark.fault("lmdeploy#1740")
+def test_a_slow_machine_reads_prompts_in_steps_of_a_second() -> None:
+    assert prefill_budget(4096, 186, 930.0, True) == PrefillBudget(alone=930, beside_decode=186, chunked=True)
+    assert prefill_budget(4096, 2000, 40_000.0, True) == PrefillBudget(alone=4096, beside_decode=2000, chunked=True)
+    assert prefill_budget(512, 2000, 40_000.0, True) == PrefillBudget(alone=512, beside_decode=512, chunked=True)
+    assert prefill_budget(4096, 186, 930.0, False) == PrefillBudget(alone=4096, beside_decode=4096, chunked=False)

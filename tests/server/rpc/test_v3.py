@@ -250,6 +250,15 @@ def test_clearing_one_batch_and_all(stub: Any, engine: ScriptedEngine) -> None:
     assert status(decode, stub, 1)[0] is grpc.StatusCode.INTERNAL
 
 
+def test_a_batch_that_nobody_can_name_any_more_leaves_no_row(stub: Any, engine: ScriptedEngine) -> None:
+    prefill(stub, 1, request(1, max_new=5))
+    assert status(decode, stub, 1, 99) == (grpc.StatusCode.INTERNAL, "Batch ID 99 not found in cache.")
+    assert not engine.model.rows
+    prefill(stub, 1, request(2, max_new=5))
+    assert list(prefill(stub, 1, request(3, max_new=5)).batch.request_ids) == [3], "the id means another batch now"
+    assert len(engine.model.rows) == 1
+
+
 # --- blocks and the cache ---------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,8 @@ def test_max_top_k_follows_the_live_rows(state):
         Sampling(watermark=True),
         Sampling(do_sample=True, temperature=0.0),
         Sampling(do_sample=True, temperature=float("nan")),
+        Sampling(min_p=1.1),
+        Sampling(min_p=float("nan")),
     ],
     ids=lambda sampling: next(k for k in Sampling.__slots__ if getattr(sampling, k) != getattr(Sampling(), k)),
 )

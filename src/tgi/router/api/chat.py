@@ -62,14 +62,14 @@ async def chat_completions(request: Request) -> Response | EventStream:
             answer = frame.whole(collector.events, finish)
             headers = answer_headers(services.compute_type, len(prompt), finish)
             return Response(_encode(answer), 200, headers, "application/json")
-    return EventStream(
-        call,
-        valid,
-        ChatFrames(frame, body),
-        services.pulse,
-        stream_headers(services.compute_type, len(prompt)),
-        openai_response,
-    )
+        return EventStream(
+            call,
+            valid,
+            ChatFrames(frame, body),
+            services.pulse,
+            stream_headers(services.compute_type, len(prompt)),
+            openai_response,
+        )
 
 
 def refuse_unsupported(body: ChatRequest) -> None:

@@ -72,15 +72,14 @@ async def _stream(request: Request, body: GenerateRequest, return_full_text: boo
     services = services_of(request)
     with services.infer.accept() as call:
         wish = Wish(body.inputs, body.wanted, NATIVE, True, call.received_at, traceparent_of(request))
-        valid = await call.validate(wish)
-    return EventStream(
-        call,
-        valid,
-        NativeFrames(body, return_full_text),
-        services.pulse,
-        stream_headers(services.compute_type, len(body.inputs)),
-        native_response,
-    )
+        return EventStream(
+            call,
+            await call.validate(wish),
+            NativeFrames(body, return_full_text),
+            services.pulse,
+            stream_headers(services.compute_type, len(body.inputs)),
+            native_response,
+        )
 
 
 class NativeFrames:

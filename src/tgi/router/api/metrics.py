@@ -14,9 +14,6 @@ from tgi.observability.metrics import Metrics
 from tgi.router.api.services import services_of
 from tgi.router.scheduling.stats import SchedulerStats
 
-# Observed for successful requests only, when they end (infer.py).
-_OBSERVED_ELSEWHERE = frozenset({"tgi_request_queue_duration"})
-
 
 async def metrics(request: Request) -> Response:
     services = services_of(request)
@@ -30,10 +27,6 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
 
     `num_blocks` counts block 0, which holds no tokens.
     """
-
-    def observe(name: str, value: float, method: str | None) -> None:
-        if name not in _OBSERVED_ELSEWHERE:
-            metrics.observe(name, value, method)
 
     counters = {
         "tgi_batch_inference_count": stats.inference_count,
@@ -53,7 +46,7 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
                 metrics.count(name, label, count - told[name][label])
                 told[name][label] = count
 
-    stats.observe = observe
+    stats.observe = metrics.observe
     stats.blocks_free = stats.blocks_free or num_blocks - 1  # nothing is used before the first step
     metrics.set("tgi_batch_max_total_tokens", (num_blocks - 1) * block_size)
     return refresh

@@ -13,13 +13,11 @@ RAW_SEND = "tgi.raw_send"
 """Scope key of the server's own `send`. Layers only care for the head of a response, so the events of a stream go past
 them: each layer would cost every token a coroutine."""
 
-REQUEST_ID = "tgi.request_id"
-
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Edge:
-    """Around everything. Echoes `x-request-id`, or draws one: a label for logs, never an id of ours."""
+    """Around everything. Echoes `x-request-id`, or draws one: a label for the client's logs, never an id of ours."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,7 +30,6 @@ class Edge:
         if label is None or not _LABEL.fullmatch(label):
             label = secrets.token_hex(12).encode()
         scope[RAW_SEND] = send
-        scope[REQUEST_ID] = label
 
         async def with_label(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +13,9 @@ from tgi.router.api.services import services_of
 from tgi.router.schema.generate import GenerateRequest, TokenSlice
 
 _body = BodyReader(GenerateRequest)
-_encode = msgspec.json.Encoder().encode
+
+LONG_TEXT = 16_384
+"""Characters. The answer for a longer text takes more than some milliseconds: it is made beside the event loop."""
 
 
 async def tokenize(request: Request) -> Response:
@@ -20,7 +24,15 @@ async def tokenize(request: Request) -> Response:
     body = await _body.read(request, services.payload_limit)
     encoding = await services.encoder.encode(body.inputs, add_special_tokens=True, with_offsets=True)
     ids = memoryview(encoding.ids).cast("I").tolist()
-    return Response(_encode(_slices(body.inputs, ids, encoding.offsets)), media_type="application/json")
+    if len(body.inputs) <= LONG_TEXT:
+        answer = _answer(body.inputs, ids, encoding.offsets)
+    else:
+        answer = await asyncio.to_thread(_answer, body.inputs, ids, encoding.offsets)
+    return Response(answer, media_type="application/json")
+
+
+def _answer(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> bytes:
+    return msgspec.json.encode(_slices(text, ids, offsets))
 
 
 def _slices(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[TokenSlice]:

@@ -22,6 +22,9 @@ from tgi.errors import TemplateFailed
 LONG_CHAT = 16_384
 """Characters. A longer chat is rendered beside the event loop: it may take more than a millisecond."""
 
+MESSAGE_COST = 32
+"""Characters that a message counts for besides its content: many empty ones take their time too."""
+
 # Marks the end of the message that is to be continued; private-use characters that no template looks for.
 _CUT = "\ue07a\ue0c5\ue07a"
 
@@ -83,7 +86,7 @@ class ChatTemplate:
 
     async def render_aside(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """As `render`, in a thread when the chat is long."""
-        if sum(len(message.get("content") or "") for message in messages) <= LONG_CHAT:
+        if sum(len(message.get("content") or "") + MESSAGE_COST for message in messages) <= LONG_CHAT:
             return self.render(messages, variables)
         return await asyncio.to_thread(self.render, messages, variables)
 

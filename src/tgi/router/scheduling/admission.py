@@ -54,30 +54,34 @@ def admit_waiting(
     block_size = allocator.block_size
     admitted: list[Entry] = []
     misfits: list[Entry] = []
-    for entry in queue:
-        if len(rows) >= max_rows or not rows.has_handles or len(misfits) >= MAX_MISFITS:
-            break
-        if leaders.must_wait(entry):
-            continue
-        allocation = allocator.allocate(
-            entry.ids,
-            max(entry.num_tokens, room_wanted(entry.num_tokens, 0, window, entry.limit)),
-            namespace=entry.namespace,
-            read=entry.reads_cache,
-            reserve=admission_reserve(len(rows), block_size),
-        )
-        if allocation is None:
-            if entry.returning or entry.passed_over >= MAX_PASSED_OVER:
+    try:
+        for entry in queue:
+            if len(rows) >= max_rows or not rows.has_handles or len(misfits) >= MAX_MISFITS:
                 break
-            misfits.append(entry)
-            continue
-        rows.add(entry, allocation, block_size, window)
-        if allocator.shares:
-            leaders.add(entry)
-        admitted.append(entry)
-        for misfit in misfits:
-            misfit.passed_over += 1
+            if leaders.must_wait(entry):
+                continue
+            allocation = allocator.allocate(
+                entry.ids,
+                max(entry.num_tokens, room_wanted(entry.num_tokens, 0, window, entry.limit)),
+                namespace=entry.namespace,
+                read=entry.reads_cache,
+                reserve=admission_reserve(len(rows), block_size),
+            )
+            if allocation is None:
+                if entry.returning or entry.passed_over >= MAX_PASSED_OVER:
+                    break
+                misfits.append(entry)
+                continue
+            rows.add(entry, allocation, block_size, window)
+            admitted.append(entry)
+            if allocator.shares:
+                leaders.add(entry)
+            for misfit in misfits:
+                misfit.passed_over += 1
+    finally:
+        # Also after a fault of ours: an entry with a row that stayed queued would run a second time.
+        for entry in admitted:
+            queue.remove(entry)
+            entry.passed_over = 0
     for entry in admitted:
-        queue.remove(entry)
-        entry.passed_over = 0
         start(entry)

@@ -168,6 +168,7 @@ class SchedulerCore:
         Without `keep_memory` the next stream starts with an empty tree, whatever its epoch.
         """
         if self.rows:
+            self.stats.inference_count["decode"] += 1
             self.stats.inference_failure["decode"] += 1
         if not keep_memory:
             self._kv_epoch = None
@@ -180,7 +181,8 @@ class SchedulerCore:
             self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
         self._opening = None
         self._is_mid_step = False
-        self._cancel.clear()  # handles of the stream that is gone
+        # What was decided and not yet said names handles and blocks of the stream that is gone.
+        self._cancel, self._grow, self._admit = [], [], []
         self._update_gauges()
 
     def handle_step(self, step: Step) -> None:
@@ -273,7 +275,6 @@ class SchedulerCore:
             entry.cached_len = entry.allocation.cached_len
             self.stats.prompt_tokens += entry.num_prompt
             self.stats.cached_tokens += entry.cached_len
-            self.stats.observe("tgi_request_queue_duration", entry.admitted_at - entry.queued_at, None)
         self._admit.append(entry.admit_message(self._eos_ids))
 
     # -- leaving -------------------------------------------------------------------------------------------------------

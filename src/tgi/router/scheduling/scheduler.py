@@ -66,6 +66,8 @@ class Scheduler:
         self._config = config
         self._stream: Stream | None = None  # while open and past its Step 0
         self._opened = asyncio.Event()
+        self._is_lost = False  # the shard does not answer, as opposed to a stream that we ended ourselves
+        self._is_ending = False
         self._down_since = time.monotonic()
         self._flush_is_due = False
         self._closing: asyncio.Task[None] | None = None
@@ -84,6 +86,11 @@ class Scheduler:
             await self.close()
             raise Unavailable(f"the model server did not open a stream within {timeout_s:g} s") from None
 
+    def stop_waiting(self) -> None:
+        """The server ends when its requests have: those of a lost shard fail with Unavailable, now or once lost."""
+        self._is_ending = True
+        self._fail_lost()
+
     async def close(self) -> None:
         """Every request that is left fails with Unavailable."""
         for task in self._tasks:
@@ -95,7 +102,8 @@ class Scheduler:
     # Backend
 
     def schedule(self, request: ValidRequest, sink: Sink) -> Entry:
-        if self._stream is None and time.monotonic() - self._down_since > self._config.unavailable_after_s:
+        is_long_gone = self._stream is None and time.monotonic() - self._down_since > self._config.unavailable_after_s
+        if is_long_gone or (self._is_lost and self._is_ending):
             raise Unavailable("the model server is not there")
         entry = self.core.submit(request, sink, cancel=self._cancel)
         self._flush_soon()
@@ -148,11 +156,13 @@ class Scheduler:
             except Unavailable as error:
                 if self._stream is not None:
                     logger.warning("lost the model server, running requests wait: %s", error)
+                self._is_lost = True
             except Exception:
                 logger.exception("handling a step failed; running requests start again from what they have")
                 keep_memory = False
             finally:
                 self._lose(keep_memory)
+                self._fail_lost()
                 if stream is not None:
                     await stream.close()
             await asyncio.sleep(pause)
@@ -166,6 +176,7 @@ class Scheduler:
                 deadline = time.perf_counter() + SLICE_S
         if step.opening is not None:
             self._stream = stream
+            self._is_lost = False
             self._opened.set()
         self._flush()
 
@@ -183,6 +194,10 @@ class Scheduler:
             self._stream = None
             self._down_since = time.monotonic()
         self.core.stream_lost(keep_memory)
+
+    def _fail_lost(self) -> None:
+        if self._is_lost and self._is_ending:
+            self.core.fail_all(Unavailable("it was lost, and the server is shutting down"))
 
     async def _expire(self) -> None:
         while self._config.queue_timeout_s is not None:

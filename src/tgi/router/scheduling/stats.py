@@ -32,11 +32,11 @@ class SchedulerStats:
     inference_success: Counter[Method] = field(default_factory=Counter)  # tgi_batch_inference_success
     inference_failure: Counter[Method] = field(default_factory=Counter)  # tgi_batch_inference_failure
     concat: Counter[str] = field(default_factory=Counter)  # tgi_batch_concat, by reason
-    dropped: int = 0  # cancelled by the client: tgi_request_failure{err="dropped"}
+    dropped: int = 0  # entries cancelled before their end
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted prompts
     cached_tokens: int = 0  # of these, found in the prefix tree
     generated_tokens: int = 0
     # observations: tgi_batch_next_size; tgi_batch_{inference,forward,decode,filter}_duration with their method;
-    # tgi_request_queue_duration; tgi_request_skipped_tokens
+    # tgi_request_skipped_tokens. What concerns one request alone is observed by infer.py, at its end.
     observe: Observe = _ignore

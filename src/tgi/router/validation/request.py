@@ -22,7 +22,6 @@ class ValidRequest:
     """What the scheduler needs to run one answer."""
 
     prompt_ids: bytes  # u32, after truncation
-    prompt_text: str  # what the ids stand for (return_full_text, x-compute-characters)
     sampling: Sampling  # seed is set
     stopping: ValidStopping
     top_n: int = 0

@@ -86,7 +86,6 @@ class Validator:
         self._check_vocabulary(prompt_ids, door)
         return ValidRequest(
             prompt_ids=prompt_ids,
-            prompt_text=wish.inputs,
             sampling=sampling_of(parameters, door, limits, self._draw_seed),
             stopping=stopping,
             top_n=parameters.top_n_tokens or 0,

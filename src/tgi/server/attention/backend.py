@@ -23,7 +23,7 @@ class AttentionInputs:
     context_lens: list[int]  # host [rows], keys visible to the row's last query, this step's included
     cu_seqlens_q: torch.Tensor  # [rows + 1] int32
     context_lens_device: torch.Tensor  # [rows] int32
-    block_tables: torch.Tensor  # [rows, max_blocks] int32; unused entries are 0
+    block_tables: torch.Tensor  # [rows, max_blocks] int32; behind a row's context: any block
     slots: torch.Tensor  # [tokens] int64: block * block_size + offset; padding writes to block 0
 
 

@@ -33,7 +33,6 @@ class RequestTable:
         self.computed = np.zeros(size, np.int64)
         self.num_ids = np.zeros(size, np.int64)
         self.num_given = np.zeros(size, np.int64)
-        self.prompt_len = np.zeros(size, np.int64)
         self.max_len = np.zeros(size, np.int64)  # prompt + max_new_tokens
         self.num_blocks = np.zeros(size, np.int64)
         self.priority = np.zeros(size, np.int64)
@@ -88,19 +87,13 @@ class RequestTable:
         self.live[row] = True
         self.computed[row] = admit.cached_len
         self.num_ids[row] = self.num_given[row] = self.num_seen[row] = len(given)
-        self.prompt_len[row] = prompt_len
         self.max_len[row] = prompt_len + admit.stopping.max_new_tokens
         self.num_blocks[row] = num_blocks
         self.priority[row] = admit.priority
         self.order[row] = self._admitted
         self.given[row] = given
         self.stopping[row] = admit.stopping
-        ends = (
-            admit.stopping.stop_ids
-            if admit.stopping.ignore_eos
-            else (*admit.stopping.eos_ids, *admit.stopping.stop_ids)
-        )
-        self.end_ids[row] = frozenset(ends)
+        self.end_ids[row] = admit.stopping.end_ids
         return row
 
     def remove(self, handle: int) -> int | None:

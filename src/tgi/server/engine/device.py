@@ -29,6 +29,11 @@ class Device(Protocol):
 
     depth: int  # steps that may be in flight before one must be collected: 1 where launching is computing, else 2
 
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that one row can have: the width of its block table."""
+        ...
+
     def check(self, admit: Admit) -> str | None:
         """Why this request cannot run here, or None. Changes nothing."""
         ...

@@ -53,6 +53,8 @@ class Limits:
     num_blocks: int
     kv_epoch: int
     world_size: int = 1
+    decode_s: float = 0.0  # of the fastest step
+    token_s: float = 0.0  # of one prompt token
 
 
 @dataclass(slots=True)
@@ -108,21 +110,24 @@ class Engine:
             self._admit(admit)
 
     def _grow(self, handle: int, blocks: bytes) -> None:
-        if self.table.row_of(handle) is None:
+        row = self.table.row_of(handle)
+        if row is None:
             return
+        before = int(self.table.num_blocks[row])
         try:
-            numbers = self._checked_blocks(blocks)
+            numbers = self._checked_blocks(blocks, before)
         except ValueError as error:
             self._remove(handle)
             self._pending.errors.append(RowError(handle, "invalid", str(error)))
             return
-        grown = self.table.grow(handle, len(numbers))
-        assert grown is not None
-        row, before = grown
+        self.table.grow(handle, len(numbers))
         self._pending.changes.blocks.append((row, before, numbers))
 
-    def _checked_blocks(self, packed: bytes) -> npt.NDArray[np.int32]:
+    def _checked_blocks(self, packed: bytes, before: int) -> npt.NDArray[np.int32]:
+        """The numbers, for a row that has `before` blocks. Raises ValueError where they cannot be its own."""
         numbers = np.frombuffer(packed, np.uint32)
+        if before + len(numbers) > self._device.max_blocks:
+            raise ValueError(f"{before + len(numbers)} blocks; a request can have {self._device.max_blocks}")
         if packed == SCRATCH_BLOCK:
             return numbers.astype(np.int32)
         if len(numbers) and (int(numbers.max()) >= self.limits.num_blocks or int(numbers.min()) == 0):
@@ -135,7 +140,7 @@ class Engine:
             reason = self._device.check(admit)
             if reason is not None:
                 raise ValueError(reason)
-            blocks = self._checked_blocks(admit.blocks)
+            blocks = self._checked_blocks(admit.blocks, 0)
             row = self.table.add(admit)
         except (ValueError, LookupError) as error:
             log.error("request refused by the engine: %s", error)
@@ -175,6 +180,10 @@ class Engine:
     @property
     def step_number(self) -> int:
         return self._number
+
+    def estimate_s(self, num_tokens: int) -> float:
+        """How long a step of so many tokens should take, from what warm-up measured."""
+        return self.limits.decode_s + num_tokens * self.limits.token_s
 
     @property
     def window_is_open(self) -> bool:
@@ -377,7 +386,7 @@ class Engine:
         return step
 
     def step(self, handles: Sequence[int] | None = None, chunk_lens: Mapping[int, int] | None = None) -> Step | None:
-        """Plan, launch and collect at once: stepping by hand, and the loop that does not overlap."""
+        """Plan, launch and collect at once, for stepping by hand."""
         started = time.perf_counter_ns()
         plan = self.plan(handles, chunk_lens)
         if plan is None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 TOKEN_BYTES = 16
 CONNECT_TIMEOUT_S = 60.0
+GREETING_TIMEOUT_S = 5.0  # the greeting is sent with the connection
 
 
 class GroupBroken(TgiError):
@@ -43,7 +44,6 @@ class _Blocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Changes(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
-    removed: list[int]
     blocks: list[_Blocks]
 
 
@@ -81,7 +81,6 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
         self._socket = connection
         self._decoder = msgspec.msgpack.Decoder(_Message)
 
@@ -157,9 +156,9 @@ class LeaderDevice:
 
     def apply(self, changes: RowChanges) -> None:
         # Followers keep no sampling state: of new and removed rows they need the blocks alone.
-        blocks = [_Blocks(row, first, numbers.tobytes()) for row, first, numbers in changes.blocks]
-        if blocks or changes.removed:
-            self._tell(_Changes(changes.removed, blocks))
+        if changes.blocks:
+            blocks = [_Blocks(row, first, numbers.tobytes()) for row, first, numbers in changes.blocks]
+            self._tell(_Changes(blocks))
         self._runner.apply(changes)
 
     def launch(self, plan: StepPlan) -> object:
@@ -177,6 +176,10 @@ class LeaderDevice:
     @property
     def runner(self) -> ModelRunner:
         return self._runner
+
+    @property
+    def max_blocks(self) -> int:
+        return self._runner.max_blocks
 
     def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int) -> None:
         self._tell(_Allocate(num_blocks, max_rows, max_row_tokens))
@@ -207,7 +210,11 @@ def gather_followers(group: Group, master_addr: str, device: torch.device) -> li
     """Rank 0: listen on a free port, tell it and a secret to the group, wait for every other rank."""
     if group.world_size == 1:
         return []
-    with socket.create_server((master_addr, 0)) as server:
+    try:
+        server = socket.create_server((master_addr, 0))
+    except OSError as error:
+        raise StartupError(f"rank 0 cannot listen at {master_addr}: {error}; check MASTER_ADDR") from error
+    with server:
         server.settimeout(CONNECT_TIMEOUT_S)
         secret = secrets.token_bytes(TOKEN_BYTES)
         port = int(server.getsockname()[1])
@@ -222,22 +229,36 @@ def gather_followers(group: Group, master_addr: str, device: torch.device) -> li
                     f"only {len(wires)} of {group.world_size - 1} other ranks connected to rank 0 "
                     f"in {CONNECT_TIMEOUT_S:.0f} s"
                 ) from error
-            connection.settimeout(CONNECT_TIMEOUT_S)
             wire = Wire(connection)
-            # A port is open to every process of the host: only those that the group has told may join.
-            if hmac.compare_digest(wire.read(TOKEN_BYTES), secret):
+            if _knows(connection, wire, secret):
                 wires.append(wire)
             else:
                 wire.close()
     return wires
 
 
+def _knows(connection: socket.socket, wire: Wire, secret: bytes) -> bool:
+    """A port is open to every process of the host: only those that the group has told may join. A stranger may say
+    nothing, or leave."""
+    connection.settimeout(GREETING_TIMEOUT_S)
+    try:
+        return hmac.compare_digest(wire.read(TOKEN_BYTES), secret)
+    except GroupBroken:
+        return False
+    finally:
+        connection.settimeout(None)
+
+
 def join_leader(group: Group, master_addr: str, device: torch.device) -> Wire:
     greeting = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64, device=device)
     group.broadcast_(greeting)
     port, *secret = greeting.tolist()
-    connection = socket.create_connection((master_addr, port), CONNECT_TIMEOUT_S)
-    connection.sendall(bytes(secret))
+    try:
+        connection = socket.create_connection((master_addr, port), CONNECT_TIMEOUT_S)
+        connection.sendall(bytes(secret))
+    except OSError as error:
+        raise StartupError(f"rank 0 at {master_addr}:{port} cannot be reached: {error}") from error
+    connection.settimeout(None)
     return Wire(connection)
 
 
@@ -256,7 +277,7 @@ def _obey(runner: ModelRunner, message: _Changes | _Launch | _Allocate | _FreeMe
             runner.launch(_decode_plan(message))
         case _Changes():
             blocks = [(entry.row, entry.first, np.frombuffer(entry.numbers, np.int32)) for entry in message.blocks]
-            runner.apply(RowChanges(message.removed, [], blocks))
+            runner.apply(RowChanges([], [], blocks))
         case _Allocate():
             runner.allocate(message.num_blocks, message.max_rows, message.max_row_tokens)
         case _FreeMemory():

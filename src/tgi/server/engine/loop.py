@@ -39,7 +39,6 @@ class Loop:
         self._outbox: Outbox | None = None
         self._stopping = False
         self._told_stalled = False
-        self._step_s = 0.0  # of the last steps, for the liveness estimate
         self._collect_garbage = False
         self.failure: BaseException | None = None
         self.ended = threading.Event()
@@ -121,7 +120,7 @@ class Loop:
         if engine is not None and outbox is not None:
             launched = self._launch(engine)
             if engine.num_in_flight and (engine.num_in_flight >= engine.depth or not launched):
-                self._collect(engine, outbox)
+                outbox.put(engine.collect())
                 self._take(wait_s=0.0)
                 return
         if launched:
@@ -142,21 +141,13 @@ class Loop:
             return False
         self._told_stalled = False
         self._collect_garbage = True
-        self._liveness.enter(Phase.RUNNING, plan.number, self._step_s)
+        self._liveness.enter(Phase.RUNNING, plan.number, engine.estimate_s(plan.num_tokens))
         engine.launch(plan, time.perf_counter_ns() - started)
         return True
 
-    def _collect(self, engine: Engine, outbox: Outbox) -> None:
-        step = engine.collect()
-        tokens = max(1, step.timings.prefill_tokens + step.timings.decode_tokens)
-        # An estimate for the next step from this one: a prompt costs more than a decode step, hence the floor of 30 s.
-        self._step_s = max(step.timings.forward_ns * 1e-9 / tokens * 64, step.timings.forward_ns * 1e-9)
-        outbox.put(step)
-
     def _rest(self, engine: Engine | None) -> None:
         """Nothing can run: wait for a command, beating while idle."""
-        if engine is not None:
-            self._liveness.enter(Phase.IDLE, engine.step_number)
+        self._liveness.enter(Phase.IDLE, 0 if engine is None else engine.step_number)
         if not self._take(wait_s=0.05 if self._collect_garbage else IDLE_BEAT_S):
             if self._collect_garbage:
                 self._collect_garbage = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class PrefillBudget:
     """Tokens that one step may compute."""
 
-    alone: int  # while no row decodes: `max_batch_prefill_tokens`
+    alone: int  # while no row decodes: `max_batch_prefill_tokens`, or a second's worth where that is less
     beside_decode: int  # while rows decode: what fits the longest gap we allow, from the speed measured at warm-up
     chunked: bool  # a prompt may be read in pieces
 

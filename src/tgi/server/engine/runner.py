@@ -80,7 +80,6 @@ class ModelRunner:
         self._cache = self.backend.make_cache(
             num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.device
         )
-        self.num_blocks = num_blocks
         self.max_blocks = -(-max_row_tokens // self.backend.block_size) + 1
         # Row 0 is scratch: padding reads and writes it. All its blocks are block 0.
         self._block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=self.device)
@@ -103,9 +102,8 @@ class ModelRunner:
             ids = np.frombuffer(packed, np.uint32)
             if len(ids) and int(ids.max()) >= self.model.vocab_size:
                 return f"{name} holds a token id outside the vocabulary of {self.model.vocab_size}"
-        stopping = admit.stopping
-        if any(token >= self.model.vocab_size for token in (*stopping.eos_ids, *stopping.stop_ids)):
-            return f"an end id is outside the vocabulary of {self.model.vocab_size}"
+        if any(token >= self.model.vocab_size for token in admit.stopping.stop_ids):
+            return f"a stop id is outside the vocabulary of {self.model.vocab_size}"
         try:
             refuse_unsupported(admit.sampling)
         except InvalidRequest as error:
@@ -123,9 +121,10 @@ class ModelRunner:
                 self._top_n[row] = admit.top_n
             stopping = admit.stopping
             if stopping.min_new_tokens:
-                ends = stopping.stop_ids if stopping.ignore_eos else (*stopping.eos_ids, *stopping.stop_ids)
+                # A model's own files may name an EOS that its head does not have: it is never chosen.
+                ends = sorted(token for token in stopping.end_ids if token < self.model.vocab_size)
                 first = len(admit.prompt_ids) // 4 + stopping.min_new_tokens
-                self._rules[row] = RowRules(first, tuple(sorted(set(ends))))
+                self._rules[row] = RowRules(first, tuple(ends))
         if changes.blocks:
             writes = to_device(block_writes(changes, self.max_blocks), self.device)
             self._block_tables.view(-1).index_copy_(0, writes[0], writes[1].to(torch.int32))

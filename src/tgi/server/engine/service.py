@@ -42,10 +42,6 @@ class Shard:
         return self._liveness.read()
 
     @property
-    def is_warm(self) -> bool:
-        return self._warm is not None
-
-    @property
     def warm(self) -> WarmupResult | None:
         return self._warm
 
@@ -108,6 +104,10 @@ class Shard:
             if engine is None:
                 raise NotWarm("call Warmup first")
             engine.apply(command)
-            return engine.step(handles, chunk_lens) if handles else None
+            if not handles:
+                return None
+            num_tokens = len(handles) + sum((chunk_lens or {}).values())
+            self._liveness.enter(Phase.RUNNING, engine.step_number + 1, engine.estimate_s(num_tokens))
+            return engine.step(handles, chunk_lens)
 
         return self._loop.call(stepping)

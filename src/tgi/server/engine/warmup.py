@@ -1,6 +1,6 @@
-"""Warm-up: run the worst legal step, measure what is left, size the KV cache, measure the speeds that planning needs.
+"""Warm-up: on CUDA run the worst legal step; size the KV cache by what is left; measure the speeds planning needs.
 
-Done once on the device's thread; the answer is kept. The only place in serving that waits for the device.
+Done once on the device's thread; the answer is kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,21 @@ GIB = 1 << 30
 CPU_KV_SHARE = 4  # a quarter of what the weights leave
 CPU_KV_LIMIT = 2 * GIB
 GAP_S = {"cpu": 0.2, "cuda": 0.05}  # longest step while rows decode
+LONGEST_STEP_S = 1.0  # longest step at all, where prompts can be read in pieces
 RUN_AHEAD_S = 0.05
 WINDOW_RANGE = (4, 64)
 SPEED_PROMPT = 256  # tokens of the prompt that measures prefill speed: enough to leave the launch cost behind
 SPEED_DECODES = 4
 DEFAULT_MAX_POSITION = 4096  # for a config that names none
+
+
+def prefill_budget(asked: int, gap_tokens: int, prefill_rate: float, chunked: bool) -> PrefillBudget:
+    """Pure: the tokens of one step. `asked` is `max_batch_prefill_tokens`; where prompts can be read in pieces a slow
+    machine takes smaller ones, since nobody can come between while a step runs, not even to cancel it."""
+    if not chunked:
+        return PrefillBudget(alone=asked, beside_decode=asked, chunked=False)
+    alone = min(asked, max(gap_tokens, int(prefill_rate * LONGEST_STEP_S)))
+    return PrefillBudget(alone=alone, beside_decode=min(gap_tokens, alone), chunked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,12 @@ def size_cache(
         usable = max(0, kv_bytes // bytes_per_block - 1)
         wanted = -(-request.max_total_tokens // block_size) if request.max_total_tokens is not None else 1
         if usable < wanted:
-            usable = min(wanted, blocks_possible - 1)
+            usable = max(0, min(wanted, blocks_possible - 1))
     tokens = usable * block_size
     max_total = request.max_total_tokens if request.max_total_tokens is not None else min(tokens, max_position)
     if max_total > tokens or max_total < 2:
         raise StartupError(
-            f"Not enough memory to handle `max_total_tokens={max_total}`: the KV cache holds {max(0, tokens)} tokens "
+            f"Not enough memory to handle `max_total_tokens={max_total}`: the KV cache holds {tokens} tokens "
             f"({at_most_bytes / MIB:.0f} MiB free); lower --max-total-tokens or free memory"
         )
     max_input = request.max_input_tokens if request.max_input_tokens is not None else max_total - 1
@@ -105,7 +115,7 @@ class WarmUp:
         on_cpu = runner.device.type == "cpu"
         at_most = self._free_bytes()
         if not on_cpu:
-            at_most -= self._worst_step(request)
+            at_most = max(0, at_most - self._worst_step(request))
         kv_bytes = min(at_most // CPU_KV_SHARE, CPU_KV_LIMIT) if on_cpu else at_most
         sizes = size_cache(
             request,
@@ -119,10 +129,8 @@ class WarmUp:
         decode_s, prefill_rate = self._speeds(sizes)
         window = min(max(math.floor(RUN_AHEAD_S / decode_s), WINDOW_RANGE[0]), WINDOW_RANGE[1])
         gap_tokens = max(backend.block_size, int(prefill_rate * GAP_S.get(runner.device.type, 0.05)))
-        budget = PrefillBudget(
-            alone=request.max_batch_prefill_tokens,
-            beside_decode=min(gap_tokens, request.max_batch_prefill_tokens),
-            chunked=self._config.prefill_chunking,
+        budget = prefill_budget(
+            request.max_batch_prefill_tokens, gap_tokens, prefill_rate, self._config.prefill_chunking
         )
         log.info(
             "Warmed up: %d KV tokens in %d blocks (%.0f MiB), decode step %.1f ms, prefill %.0f tokens/s, window %d",
@@ -147,6 +155,8 @@ class WarmUp:
             num_blocks=sizes.num_blocks,
             kv_epoch=secrets.randbits(64),
             world_size=self._config.world_size,
+            decode_s=decode_s,
+            token_s=1 / prefill_rate,
         )
         return result, limits
 
@@ -161,10 +171,10 @@ class WarmUp:
         num_rows = max(1, min(request.max_rows, tokens // 2))
         each = tokens // num_rows
         blocks_each = -(-each // backend.block_size)
-        self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
-        torch.cuda.reset_peak_memory_stats(self._runner.device)
-        before = torch.cuda.memory_allocated(self._runner.device)
         try:
+            self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
+            torch.cuda.reset_peak_memory_stats(self._runner.device)
+            before = torch.cuda.memory_allocated(self._runner.device)
             self._prompts(num_rows, each, blocks_each)
         except torch.OutOfMemoryError as error:
             raise StartupError(

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from tgi.errors import InvalidRequest, StartupError
+from tgi.errors import InvalidRequest, StartupError, TgiError
 from tgi.server.engine.service import NotWarm, StreamIsOpen
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ STATUS: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (NotWarm, grpc.StatusCode.FAILED_PRECONDITION),
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (StartupError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (TgiError, grpc.StatusCode.INTERNAL),
 )
 
 

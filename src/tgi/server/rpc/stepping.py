@@ -205,14 +205,22 @@ class Stepper:
             self._give_back(rows)
             raise
         batch = Batch(batch_id, rows) if before is None else Batch(before.batch_id, [*before.rows, *rows])
+        if batch.batch_id in self._batches:
+            self.clear(batch.batch_id)  # the id means another batch from here on
         return self._step(batch, Command(admit=[self._admit(row, block_size) for row in rows]))
 
     def decode(self, batch_ids: Sequence[int]) -> Outcome:
         """One step of all these batches as one; the first id stays."""
         if not batch_ids:
             raise GenerationFailed("Decode needs at least one batch")
-        batches = [self._pop(batch_id) for batch_id in batch_ids]
-        return self._step(Batch(batch_ids[0], [row for batch in batches for row in batch.rows]), Command())
+        rows: list[Row] = []
+        try:
+            for batch_id in batch_ids:
+                rows += self._pop(batch_id).rows
+        except BaseException:
+            self._drop(rows)  # nobody holds their batch any more
+            raise
+        return self._step(Batch(batch_ids[0], rows), Command())
 
     def filter(self, batch_id: int, request_ids: Sequence[int]) -> Batch:
         """Keep these requests, in this order; the others are cancelled."""

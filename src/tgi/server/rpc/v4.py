@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,8 @@ from tgi.proto.v4 import generate_pb2_grpc as rpc
 from tgi.server.engine.outbox import Outbox
 from tgi.server.engine.service import Shard
 from tgi.server.rpc.codec import Codec
+
+log = logging.getLogger(__name__)
 
 
 class V4Service(rpc.ShardServiceServicer):
@@ -52,6 +55,7 @@ class V4Service(rpc.ShardServiceServicer):
         try:
             while (step := outbox.take()) is not None:
                 yield self._codec.step(step)
+            log.info("The stream is over: %s", outbox.closed_because)
         finally:
             self._shard.close_stream(outbox)
 

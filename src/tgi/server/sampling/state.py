@@ -90,3 +90,5 @@ def refuse_unsupported(sampling: Sampling) -> None:
             raise InvalidRequest(f"`{name}` is not supported by this model server", name)
     if sampling.do_sample and not sampling.temperature > 0.0:
         raise InvalidRequest("`temperature` must be strictly positive", "temperature")
+    if not 0.0 <= sampling.min_p <= 1.0:  # above 1 not even the best token would be left
+        raise InvalidRequest("`min_p` must be >= 0.0 and <= 1.0", "min_p")

@@ -49,10 +49,10 @@ test-fast: $(VENV)/.test ## the fast lane of tests (under 4 minutes on two cores
 	@$(PYTEST) $(FAST)
 
 test-gpu: $(VENV)/.test ## the tests that need a CUDA device; their record goes to benchmarks/results
-	@$(PYTEST) -m gpu --record benchmarks/results/gpu-tests.json
+	@$(PYTEST) -m gpu --record=benchmarks/results/gpu-tests.json
 
 soak: $(VENV)/.test ## the long tests, about half an hour; their record goes to benchmarks/results
-	@$(PYTEST) -m soak --hypothesis-profile=soak --timeout=7200 --record benchmarks/results/soak.json
+	@$(PYTEST) -m soak --hypothesis-profile=soak --timeout=7200 --record=benchmarks/results/soak.json
 
 fmt: $(VENV)/.test ## format, and mend what ruff can
 	@$(BIN)/ruff format .

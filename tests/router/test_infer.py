@@ -11,6 +11,7 @@ from tests.fakes.tokenizer import byte_tokenizer
 from tgi.enums import FinishReason
 from tgi.errors import GenerationFailed, InvalidRequest, Overloaded, TemplateFailed, TgiError, Unavailable
 from tgi.observability.metrics import Metrics
+from tgi.router.backend import TokenEvent
 from tgi.router.infer import Call, Collector, Infer
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.door import NATIVE
@@ -57,6 +58,27 @@ async def answer(setup: Setup, text: str = "Hi", **parameters: object) -> Collec
         call.schedule(await call.validate(wish), collector)
         await collector.done
     return collector
+
+
+class BreaksAtTheEnd(Collector):
+    def token(self, event: TokenEvent) -> None:
+        if event.finish is not None:
+            raise RuntimeError("cannot be rendered")
+        super().token(event)
+
+
+def test_an_end_that_cannot_be_handed_on_is_still_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(setup: Setup) -> None:
+        collector = BreaksAtTheEnd()
+        with setup.infer.accept() as call:
+            wish = Wish("Hi", GenerateParameters(max_new_tokens=50), NATIVE, received_at=call.received_at)
+            call.schedule(await call.validate(wish), collector)
+            with pytest.raises(GenerationFailed, match="the answer broke at its end: cannot be rendered"):
+                await collector.done
+        assert setup.infer.free_permits == PERMITS
+
+    run(scenario)
+    assert "could not be handed on" in caplog.text
 
 
 def test_a_request_is_counted_once_and_timed() -> None:

@@ -96,7 +96,14 @@ class Call:
             self._ended = True
             self._infer.free_permits += 1
             _report(self._infer.metrics, event.finish)
-        self._sink.token(event)  # pyright: ignore[reportOptionalMemberAccess]  # set by schedule; once per token
+        try:
+            self._sink.token(event)  # pyright: ignore[reportOptionalMemberAccess]  # set by schedule; once per token
+        except Exception as error:
+            if event.finish is None:
+                raise
+            # The scheduler has let go of the request: nobody else would tell the client that its answer is over.
+            logger.exception("the end of an answer could not be handed on")
+            self.fail(GenerationFailed(f"the answer broke at its end: {error}"))
 
     def fail(self, error: TgiError) -> None:
         self._end_with(error)

@@ -140,10 +140,11 @@ async def _together(loading: Coroutine[Any, Any, A], warming: Coroutine[Any, Any
     try:
         async with asyncio.TaskGroup() as group:
             first, second = group.create_task(loading), group.create_task(warming)
-    except* StartupError as errors:
-        raise errors.exceptions[0] from None
-    except* Unavailable as errors:
-        raise StartupError(f"The shard was lost while warming up: {errors.exceptions[0]}") from None
+    except* (StartupError, Unavailable) as errors:
+        error = errors.exceptions[0]
+        if isinstance(error, StartupError):
+            raise error from None
+        raise StartupError(f"The shard was lost while warming up: {error}") from None
     return first.result(), second.result()
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from tgi.enums import Phase
-from tgi.errors import Unavailable
+from tgi.errors import StartupError, Unavailable
 from tgi.router.backend import Sink
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import AnswerText, Entry, Vocabulary
@@ -114,7 +114,7 @@ class Scheduler:
             return False
         try:
             health = await self._shard.health(timeout_s)
-        except Unavailable:
+        except (Unavailable, StartupError):  # whatever the shard says instead: it is not well
             return False
         return not health.is_hung and health.phase != Phase.FAILED
 

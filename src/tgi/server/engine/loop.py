@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WAKE = object()
+TIDY_S = 60.0  # longest time without a collection
 
 
 class Loop:
@@ -40,6 +41,7 @@ class Loop:
         self._stopping = False
         self._told_stalled = False
         self._collect_garbage = False
+        self._collected_at = time.monotonic()
         self.failure: BaseException | None = None
         self.ended = threading.Event()
 
@@ -122,6 +124,7 @@ class Loop:
             if engine.num_in_flight and (engine.num_in_flight >= engine.depth or not launched):
                 outbox.put(engine.collect())
                 self._take(wait_s=0.0)
+                self._tidy()
                 return
         if launched:
             self._take(wait_s=0.0)
@@ -151,9 +154,18 @@ class Loop:
         if not self._take(wait_s=0.05 if self._collect_garbage else IDLE_BEAT_S):
             if self._collect_garbage:
                 self._collect_garbage = False
+                self._collected_at = time.monotonic()
                 gc.collect()
             elif engine is not None:
                 engine.idle()
+
+    def _tidy(self) -> None:
+        """Collect garbage between two steps where load never lets the loop rest: what was made before is frozen, so
+        this takes about a millisecond."""
+        now = time.monotonic()
+        if now - self._collected_at > TIDY_S:
+            self._collected_at = now
+            gc.collect()
 
     def _take(self, wait_s: float) -> bool:
         """Handle everything that has arrived; True when there was anything."""

@@ -89,7 +89,8 @@ def size_cache(
     if max_total > tokens or max_total < 2:
         raise StartupError(
             f"Not enough memory to handle `max_total_tokens={max_total}`: the KV cache holds {tokens} tokens "
-            f"({at_most_bytes / MIB:.0f} MiB free); lower --max-total-tokens or free memory"
+            f"({at_most_bytes / MIB:.0f} MiB free); lower --max-total-tokens, "
+            f"{'free memory' if request.max_batch_total_tokens is None else 'or raise --max-batch-total-tokens'}"
         )
     max_input = request.max_input_tokens if request.max_input_tokens is not None else max_total - 1
     if max_input >= max_total:

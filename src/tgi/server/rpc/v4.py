@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 
+from tgi.enums import Phase
 from tgi.proto.v4 import generate_pb2 as pb
 from tgi.proto.v4 import generate_pb2_grpc as rpc
 from tgi.server.engine.outbox import Outbox
@@ -80,4 +81,4 @@ class FollowerService(rpc.ShardServiceServicer):
         rpc.add_ShardServiceServicer_to_server(self, server)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
-        return pb.HealthResponse(phase="running", step=0, since_s=0.0, hung_after_s=float("inf"))
+        return pb.HealthResponse(phase=Phase.RUNNING, step=0, since_s=0.0, hung_after_s=float("inf"))

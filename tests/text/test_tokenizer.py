@@ -54,7 +54,7 @@ def test_loading_the_bundled_file_is_quick_and_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
     began = time.process_time()
     load_tokenizer(hub.locate(hub.BUNDLED_MODEL))
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5  # 0.2 where it was measured; through transformers it takes a hundred
 
 
 @pytest.mark.real_model

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 Program = Literal["launcher", "router", "shard"]
@@ -29,6 +31,7 @@ LEVELS = {
     "off": logging.CRITICAL + 1,
 }
 MASK = "***"
+_PACKAGE_PREFIX = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 # Replacing every occurrence of a shorter secret would make the log unreadable; callers mask those where they print.
 SHORTEST_SECRET = 6
 
@@ -231,8 +234,9 @@ def _logger_name(target: str) -> str:
 
 
 def _file(record: logging.LogRecord) -> str:
-    _, package, rest = record.pathname.rpartition("/tgi/")
-    return f"tgi/{rest}" if package else record.filename
+    # By the package's own place: a checkout may lie in a folder of any name, of this one too.
+    inside = record.pathname.startswith(_PACKAGE_PREFIX)
+    return f"tgi/{record.pathname.removeprefix(_PACKAGE_PREFIX)}" if inside else record.filename
 
 
 def _timestamp(record: logging.LogRecord) -> str:

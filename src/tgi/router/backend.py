@@ -60,6 +60,7 @@ class PromptToken:
     id: int
     text: str
     logprob: float | None
+    top_tokens: tuple[TopToken, ...] = ()
 
 
 class Sink(Protocol):

@@ -27,30 +27,41 @@ class Infer:
         self.backend = backend
         self.validator = validator
         self.metrics = metrics
+        self.max_answers = max_concurrent_requests
         self.free_permits = max_concurrent_requests
 
-    def accept(self) -> Call:
-        """Count a request and give it a permit. Raises Overloaded when there is none."""
+    def accept(self, num_answers: int = 1) -> Call:
+        """Count a request and give each of its answers (`n`, `best_of`, several prompts) a permit.
+
+        Raises Overloaded when there are too few now, InvalidRequest when there can never be enough.
+        """
         self.metrics.count("tgi_request_count")
-        if self.free_permits <= 0:
+        if num_answers > self.max_answers:
+            self.metrics.count("tgi_request_failure", "validation")
+            raise InvalidRequest(
+                f"one request may ask for at most {self.max_answers} answers (see --max-concurrent-requests). "
+                f"Given: {num_answers}"
+            )
+        if num_answers > self.free_permits:
             self.metrics.count("tgi_request_failure", "overloaded")
             raise Overloaded
-        self.free_permits -= 1
-        return Call(self)
+        self.free_permits -= num_answers
+        return Call(self, num_answers)
 
 
 class Call:
-    """One accepted request: holds its permit until the answer's end, and stands between backend and sink to see it.
+    """One accepted request: holds its permits until each answer's end, and stands between backend and sinks to see it.
 
-    As a context manager it ends the request with any error raised inside; leaving it without one changes nothing.
+    Its answers succeed or fail together: the first error, or a cancel, ends them all. As a context manager it ends the
+    request with any error raised inside; leaving it without one changes nothing.
     """
 
-    __slots__ = ("_ended", "_infer", "_sink", "_ticket", "received_at")
+    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "received_at")
 
-    def __init__(self, infer: Infer) -> None:
+    def __init__(self, infer: Infer, num_answers: int) -> None:
         self._infer = infer
-        self._sink: Sink | None = None
-        self._ticket: Ticket | None = None
+        self._answers: list[_Answer] = []
+        self._num_open = num_answers  # answers that have not ended: permits that are held
         self._ended = False
         self.received_at = time.perf_counter()
 
@@ -60,8 +71,7 @@ class Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             self._end_with(error)
-            if self._ticket is not None:
-                self._ticket.cancel()
+            self._cancel_answers()
 
     async def validate(self, wish: Wish) -> ValidRequest:
         """Raises InvalidRequest."""
@@ -72,43 +82,40 @@ class Call:
         return request
 
     def schedule(self, request: ValidRequest, sink: Sink) -> None:
-        """From here on `sink` gets events. Raises Overloaded, Unavailable or InvalidRequest before any."""
-        self._sink = sink
+        """Start the next answer: from here on `sink` gets events. Raises Overloaded, Unavailable or InvalidRequest
+        before any. To be called once per answer that was accepted, all in one turn of the event loop."""
+        answer = _Answer(self, sink)
+        self._answers.append(answer)
         with self:
-            self._ticket = self._infer.backend.schedule(request, self)
+            answer.ticket = self._infer.backend.schedule(request, answer)
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more. No event follows; may be called at any time and again."""
+        """Nobody waits for the answers any more. No event follows; may be called at any time and again."""
         if self._ended:
             return
         self._end("dropped")
-        if self._ticket is not None:
-            self._ticket.cancel()
+        self._cancel_answers()
 
-    # The backend's side (Sink).
-
-    def prompt(self, tokens: list[PromptToken]) -> None:
-        assert self._sink is not None
-        self._sink.prompt(tokens)
-
-    def token(self, event: TokenEvent) -> None:
-        if event.finish is not None and not self._ended:
+    def answered(self, finish: Finish) -> None:
+        """One answer is complete."""
+        if self._ended:
+            return
+        self._num_open -= 1
+        self._infer.free_permits += 1
+        if not self._num_open:
             self._ended = True
-            self._infer.free_permits += 1
-            _report(self._infer.metrics, event.finish)
-        try:
-            self._sink.token(event)  # pyright: ignore[reportOptionalMemberAccess]  # set by schedule; once per token
-        except Exception as error:
-            if event.finish is None:
-                raise
-            # The scheduler has let go of the request: nobody else would tell the client that its answer is over.
-            logger.exception("the end of an answer could not be handed on")
-            self.fail(GenerationFailed(f"the answer broke at its end: {error}"))
+            self._infer.metrics.count("tgi_request_success")
+        _report(self._infer.metrics, finish)
 
-    def fail(self, error: TgiError) -> None:
+    def failed(self, error: TgiError) -> None:
+        """One answer has failed, and the others with it."""
         self._end_with(error)
-        assert self._sink is not None
-        self._sink.fail(error)
+        self._cancel_answers()
+
+    def _cancel_answers(self) -> None:
+        for answer in self._answers:
+            if answer.ticket is not None:
+                answer.ticket.cancel()
 
     def _end_with(self, error: BaseException) -> None:
         if not self._ended and isinstance(error, GenerationFailed | Unavailable):
@@ -118,17 +125,52 @@ class Call:
     def _end(self, cause: str) -> None:
         if not self._ended:
             self._ended = True
-            self._infer.free_permits += 1
+            self._infer.free_permits += self._num_open
             self._infer.metrics.count("tgi_request_failure", cause)
 
 
+class _Answer:
+    """The Sink that the backend sees: tells the call of its answer's end, and the door of everything."""
+
+    __slots__ = ("_call", "_sink", "ticket")
+
+    def __init__(self, call: Call, sink: Sink) -> None:
+        self._call = call
+        self._sink = sink
+        self.ticket: Ticket | None = None
+
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        self._sink.prompt(tokens)
+
+    def token(self, event: TokenEvent) -> None:
+        if event.finish is not None:
+            self._call.answered(event.finish)
+        try:
+            self._sink.token(event)
+        except Exception as error:
+            if event.finish is None:
+                raise
+            # The scheduler has let go of the request: nobody else would tell the client that its answer is over.
+            logger.exception("the end of an answer could not be handed on")
+            self.fail(GenerationFailed(f"the answer broke at its end: {error}"))
+
+    def fail(self, error: TgiError) -> None:
+        self._call.failed(error)
+        self._sink.fail(error)
+
+
 class Collector:
-    """A sink that waits for the whole answer."""
+    """A sink that keeps a whole answer."""
 
     def __init__(self) -> None:
         self.prompt_tokens: list[PromptToken] = []
         self.events: list[TokenEvent] = []
         self.done: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+
+    @property
+    def finish(self) -> Finish:
+        """Of a complete answer."""
+        return self.done.result()
 
     def prompt(self, tokens: list[PromptToken]) -> None:
         self.prompt_tokens = tokens
@@ -163,7 +205,6 @@ def _report(metrics: Metrics, finish: Finish) -> None:
     queue = times.admitted - times.queued
     inference = times.finished - times.admitted
     per_token = inference / max(finish.num_generated, 1)
-    metrics.count("tgi_request_success")
     metrics.observe("tgi_request_duration", total)
     metrics.observe("tgi_request_validation_duration", validation)
     metrics.observe("tgi_request_queue_duration", queue)

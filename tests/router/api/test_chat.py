@@ -141,7 +141,7 @@ def test_text_that_was_held_back_comes_with_the_last_chunk(app: App) -> None:
     last = frames.token(TokenEvent(EOS.id, EOS.text, -0.1, True, finish=finish))
     assert b'"content":"a"' in first
     assert b'"content":"bc"' in last
-    assert last.endswith(b"data: [DONE]\n\n")
+    assert frames.close() == b"data: [DONE]\n\n"
 
 
 @pytest.mark.fault("sglang#2088")

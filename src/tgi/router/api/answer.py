@@ -1,30 +1,34 @@
-"""Waiting for a whole answer, and noticing meanwhile that the client has gone."""
+"""Waiting for whole answers, and noticing meanwhile that the client has gone."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.requests import Request
 
 from tgi.router.api.errors import ClientGone
-from tgi.router.backend import Finish
 from tgi.router.infer import Call, Collector
 from tgi.router.validation.request import ValidRequest
 
 
-async def collect(request: Request, call: Call, valid: ValidRequest) -> tuple[Collector, Finish]:
-    """Run an accepted request to its end. Raises its TgiError, or ClientGone after cancelling it."""
-    collector = Collector()
-    call.schedule(valid, collector)
+async def collect(request: Request, call: Call, valids: Sequence[ValidRequest]) -> list[Collector]:
+    """Run an accepted request's answers to their ends. Raises the first TgiError, or ClientGone after cancelling."""
+    collectors = [Collector() for _ in valids]
+    for valid, collector in zip(valids, collectors, strict=True):
+        call.schedule(valid, collector)
+    answered = asyncio.gather(*[collector.done for collector in collectors])
     watch = asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait((watch, collector.done), return_when=asyncio.FIRST_COMPLETED)
-        if collector.done.done():
-            return collector, collector.done.result()
+        await asyncio.wait((watch, answered), return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            answered.result()
+            return collectors
         call.cancel()
         raise ClientGone
     finally:
         watch.cancel()
+        answered.cancel()
         call.cancel()
 
 

@@ -18,7 +18,7 @@ from tgi.router.api.errors import openai_body, openai_response
 from tgi.router.api.headers import answer_headers, stream_headers, traceparent_of
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
-from tgi.router.backend import Finish, TokenEvent
+from tgi.router.backend import Finish, PromptToken, TokenEvent
 from tgi.router.chat.messages import template_messages
 from tgi.router.schema.chat import (
     AssistantMessage,
@@ -58,14 +58,14 @@ async def chat_completions(request: Request) -> Response | EventStream:
         valid = await call.validate(wish)
         frame = Frame(body, services)
         if not body.stream:
-            collector, finish = await collect(request, call, valid)
+            (collector,) = await collect(request, call, [valid])
+            finish = collector.finish
             answer = frame.whole(collector.events, finish)
             headers = answer_headers(services.compute_type, len(prompt), finish)
             return Response(_encode(answer), 200, headers, "application/json")
         return EventStream(
             call,
-            valid,
-            ChatFrames(frame, body),
+            [(valid, ChatFrames(frame, body))],
             services.pulse,
             stream_headers(services.compute_type, len(prompt)),
             openai_response,
@@ -163,6 +163,12 @@ class ChatFrames:
         assert mark
         self._head, self._tail = head + b'"content":', tail
 
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        """Chats tell nothing of their prompt."""
+
+    def close(self) -> bytes:
+        return DONE
+
     def token(self, event: TokenEvent) -> bytes:
         text = "" if event.special else event.text
         if event.finish is not None:
@@ -183,7 +189,7 @@ class ChatFrames:
         events = _event(self._frame.chunk([choice]))
         if self._include_usage:
             events += _event(self._frame.chunk([], _usage(finish)))
-        return events + DONE
+        return events
 
 
 def _event(chunk: ChatCompletionChunk) -> bytes:

@@ -14,7 +14,7 @@ from tgi.router.api.errors import native_body, native_response
 from tgi.router.api.headers import answer_headers, stream_headers, traceparent_of
 from tgi.router.api.services import services_of
 from tgi.router.api.sse import EventStream
-from tgi.router.backend import Finish, TokenEvent, TopToken
+from tgi.router.backend import Finish, PromptToken, TokenEvent, TopToken
 from tgi.router.infer import Collector
 from tgi.router.schema.generate import (
     CompatRequest,
@@ -61,7 +61,8 @@ async def _plain(
     wanted = body.wanted
     with services.infer.accept() as call:
         wish = Wish(body.inputs, wanted, NATIVE, False, call.received_at, traceparent_of(request))
-        collector, finish = await collect(request, call, await call.validate(wish))
+        (collector,) = await collect(request, call, [await call.validate(wish)])
+    finish = collector.finish
     text = _full_text(body, return_full_text, finish)
     answer = GenerateResponse(text, _details(collector, finish) if wanted.details else UNSET)
     headers = answer_headers(services.compute_type, len(body.inputs), finish)
@@ -74,8 +75,7 @@ async def _stream(request: Request, body: GenerateRequest, return_full_text: boo
         wish = Wish(body.inputs, body.wanted, NATIVE, True, call.received_at, traceparent_of(request))
         return EventStream(
             call,
-            await call.validate(wish),
-            NativeFrames(body, return_full_text),
+            [(await call.validate(wish), NativeFrames(body, return_full_text))],
             services.pulse,
             stream_headers(services.compute_type, len(body.inputs)),
             native_response,
@@ -89,6 +89,12 @@ class NativeFrames:
         self._body = body
         self._return_full_text = return_full_text
         self._index = 0
+
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        """TGI streams no prompt details."""
+
+    def close(self) -> bytes:
+        return b""
 
     def token(self, event: TokenEvent) -> bytes:
         self._index += 1

@@ -1,14 +1,14 @@
 """Server-sent events written by whoever produces them: no task, queue or future per token.
 
-`EventStream` is a response and the Sink of its request. The head leaves with the first event, so an error before it
-still has a real status. A client that does not read gets its tokens later, rendered when its socket drains.
+`EventStream` is a response and takes what its answers' sinks get. The head leaves with the first event, so an error
+before it still has a real status. A client that does not read gets its tokens later, rendered when its socket drains.
 Knows no JSON: `Frames` renders.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from math import ceil
 from typing import Any, Protocol
 
@@ -37,35 +37,61 @@ _CATCH_UP = 256
 
 
 class Frames(Protocol):
-    """How one stream looks: every call gives the bytes of whole events, in the order of the answer."""
+    """How one answer looks in a stream: every call gives the bytes of whole events, in the order of the answer."""
 
-    def token(self, event: TokenEvent) -> bytes:
-        """The last token's bytes close the stream."""
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        """Before the first token, where the request asked for it."""
         ...
 
-    def failure(self, error: TgiError) -> bytes: ...
+    def token(self, event: TokenEvent) -> bytes: ...
+
+    def failure(self, error: TgiError) -> bytes:
+        """Closes the whole stream, whatever its other answers are at."""
+        ...
+
+    def close(self) -> bytes:
+        """What follows the last event of the stream's last answer: this one."""
+        ...
+
+
+class _Answer:
+    """The Sink of one of a stream's answers."""
+
+    __slots__ = ("_frames", "_stream")
+
+    def __init__(self, stream: EventStream, frames: Frames) -> None:
+        self._stream = stream
+        self._frames = frames
+
+    def prompt(self, tokens: list[PromptToken]) -> None:
+        self._frames.prompt(tokens)
+
+    def token(self, event: TokenEvent) -> None:
+        self._stream.take(self._frames, event)
+
+    def fail(self, error: TgiError) -> None:
+        self._stream.take(self._frames, error)
 
 
 class EventStream:
-    """The response of a streamed request (an ASGI application), and its Sink."""
+    """The response of a streamed request (an ASGI application), and where the events of its answers come together."""
 
     def __init__(
         self,
         call: Call,
-        request: ValidRequest,
-        frames: Frames,
+        answers: Sequence[tuple[ValidRequest, Frames]],
         pulse: Pulse,
         headers: Iterable[tuple[bytes, bytes]],
         on_early_error: Callable[[TgiError], Response],
     ) -> None:
         """`on_early_error` answers an error that comes before the first event."""
         self._call = call
-        self._request = request
-        self._frames = frames
+        self._answers = answers
+        self._num_open = len(answers)  # answers whose end has not been rendered
         self._pulse = pulse
         self._headers = [*HEADERS, *headers]
         self._on_early_error = on_early_error
-        self._backlog: list[TokenEvent | TgiError] | None = None  # None: the client keeps up
+        self._backlog: list[tuple[Frames, TokenEvent | TgiError]] | None = None  # None: the client keeps up
         self._catching_up: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_over = False
@@ -79,7 +105,8 @@ class EventStream:
         self._pulse.add(self)
         try:
             with self._call:
-                self._call.schedule(self._request, self)
+                for request, frames in self._answers:
+                    self._call.schedule(request, _Answer(self, frames))
                 # The one wait of a stream: the client is gone, or (the server says so too) the response is complete.
                 while (await receive())["type"] != "http.disconnect":
                     pass
@@ -90,28 +117,22 @@ class EventStream:
             if self._catching_up is not None:
                 self._catching_up.cancel()
 
-    # The backend's side (Sink).
+    # The backend's side.
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
-        """TGI streams no prompt details."""
-
-    def token(self, event: TokenEvent) -> None:
+    def take(self, frames: Frames, item: TokenEvent | TgiError) -> None:
+        """The next event of one of the answers, or the error that ends them all."""
         if self._backlog is not None:
-            self._backlog.append(event)
+            self._backlog.append((frames, item))
         elif self._is_open:
             self.quiet_ticks = 0
-            self._write(self._frames.token(event), event.finish is None)
+            data = self._render(frames, item)
+            self._step(self._send(_body(data, self._num_open > 0)))
         elif not self._is_over:
-            self._is_open = True
-            self._step(self._open(event))
-
-    def fail(self, error: TgiError) -> None:
-        if self._backlog is not None:
-            self._backlog.append(error)
-        elif self._is_open:
-            self._write(self._frames.failure(error), False)
-        elif not self._is_over:
-            self._step(self._on_early_error(error)(self._scope, self._receive, self._send_head))
+            if isinstance(item, TgiError):
+                self._step(self._on_early_error(item)(self._scope, self._receive, self._send_head))
+            else:
+                self._is_open = True
+                self._step(self._open(frames, item))
 
     # The pulse's side.
 
@@ -123,7 +144,7 @@ class EventStream:
                 self._abort()
         elif self._is_open and self.quiet_ticks >= keep_alive_ticks:
             self.quiet_ticks = 0
-            self._write(COMMENT, True)
+            self._step(self._send(_body(COMMENT, True)))
 
     def _abort(self) -> None:
         self._is_over = True
@@ -133,12 +154,21 @@ class EventStream:
         if abort is not None:
             abort()
 
-    async def _open(self, first: TokenEvent) -> None:
+    async def _open(self, frames: Frames, first: TokenEvent) -> None:
+        data = self._render(frames, first)
         await self._send_head({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send(_body(self._frames.token(first), first.finish is None))
+        await self._send(_body(data, self._num_open > 0))
 
-    def _write(self, data: bytes, more: bool) -> None:
-        self._step(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+    def _render(self, frames: Frames, item: TokenEvent | TgiError) -> bytes:
+        """To be called in the order of the stream. `_num_open` is 0 once the stream's last bytes are rendered."""
+        if isinstance(item, TgiError):
+            self._num_open = 0
+            return frames.failure(item)
+        data = frames.token(item)
+        if item.finish is None:
+            return data
+        self._num_open -= 1
+        return data if self._num_open else data + frames.close()
 
     def _step(self, sending: Any) -> None:
         """Run `sending` now. Only if the server makes it wait for the client, a task takes over."""
@@ -161,16 +191,13 @@ class EventStream:
                 self.quiet_ticks = 0
                 portion = self._backlog[:_CATCH_UP]
                 del self._backlog[:_CATCH_UP]
-                data = b"".join([self._render(item) for item in portion])
-                await self._send(_body(data, not _is_end(portion[-1])))
+                data = b"".join([self._render(frames, item) for frames, item in portion])
+                await self._send(_body(data, self._num_open > 0))
                 await asyncio.sleep(0)
         except OSError:
             self._is_over = True
         self._backlog = None
         self._catching_up = None
-
-    def _render(self, item: TokenEvent | TgiError) -> bytes:
-        return self._frames.token(item) if isinstance(item, TokenEvent) else self._frames.failure(item)
 
 
 class Pulse:
@@ -232,7 +259,3 @@ class _Rest:
 
 def _body(data: bytes, more: bool) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-def _is_end(item: TokenEvent | TgiError) -> bool:
-    return isinstance(item, TgiError) or item.finish is not None

@@ -318,6 +318,8 @@ class SchedulerCore:
         self._update_gauges()
 
     def _fail(self, entry: Entry, error: TgiError, tell_shard: bool) -> None:
+        if entry.state is State.ENDED:
+            return  # a sibling failed just before, and took it along
         self._withdraw(entry, tell_shard, publish=False)  # what made it fail may be in its KV
         try:
             entry.sink.fail(error)

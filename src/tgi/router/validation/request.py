@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tgi.shard_client.messages import Grammar, Sampling
+
+_U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,15 @@ class ValidStopping:
     ignore_eos: bool = False
 
 
+class Siblings:
+    """What the answers to one prompt have in common (`n`, `best_of`): one of them reads it, the others fork from it.
+
+    Compared by identity: two requests with the same prompt are no siblings.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
     """What the scheduler needs to run one answer."""
@@ -26,14 +37,39 @@ class ValidRequest:
     stopping: ValidStopping
     top_n: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0  # alternatives per prompt token; only with `prompt_logprobs`
     priority: int = 0  # higher goes first
     adapter_id: str = ""
     grammar: Grammar | None = None
     use_cache: bool = True  # read from and publish to the prefix tree
     cache_salt: str = ""
     traceparent: str = ""
+    siblings: Siblings | None = None
     received_at: float = field(default=0.0)  # time.perf_counter() when the request's body was read
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids) // 4
+
+
+def fork(request: ValidRequest, num_answers: int) -> list[ValidRequest]:
+    """The same request once per answer, each with a seed of its own; the first keeps the request's."""
+    if num_answers == 1:
+        return [request]
+    siblings = Siblings()
+    sampling = request.sampling
+    return [
+        replace(request, siblings=siblings, sampling=replace(sampling, seed=mix64(sampling.seed, index)))
+        for index in range(num_answers)
+    ]
+
+
+def mix64(seed: int, index: int) -> int:
+    """The u64 seed of sibling `index`: `seed` itself for 0, else the index-th output of SplitMix64 started at `seed`
+    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _U64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    return z ^ (z >> 31)

@@ -91,6 +91,7 @@ docs: $(VENV)/.test ## write the generated pages of docs/
 	@$(BIN)/python -m benchmarks.page
 	@$(BIN)/python -m docs.pages
 	@$(BIN)/python -m docs.references
+	@$(BIN)/python -m docs.openapi
 
 clean: ## remove .venv, caches and build outputs
 	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

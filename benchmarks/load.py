@@ -10,8 +10,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -36,6 +37,7 @@ class Load:
     shared_words: int = 0  # a beginning that all prompts share
     max_tokens: int = 128
     seed: int = 0
+    grammar: Callable[[int], dict[str, Any]] | None = None  # of the request with this number, as /generate takes it
 
 
 @dataclass(slots=True)
@@ -122,7 +124,9 @@ async def _client(
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, load: Load, index: int) -> Answer:
-    parameters = {"max_new_tokens": load.max_tokens, "ignore_eos": True, "details": True}
+    parameters: dict[str, Any] = {"max_new_tokens": load.max_tokens, "ignore_eos": True, "details": True}
+    if load.grammar is not None:
+        parameters["grammar"] = load.grammar(index)
     body = {"inputs": prompt(load, index), "parameters": parameters}
     answer, last = Answer(time.perf_counter()), b""
     try:

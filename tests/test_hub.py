@@ -232,9 +232,11 @@ def test_what_is_fetched() -> None:
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
         *("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja", "model.safetensors"),
         *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        "additional_chat_templates/tool_use.jinja",
     ]
     left = [
         *("pytorch_model.bin", "model.h5", "README.md", "training_args.bin", "training_args.json", "onnx/config.json"),
+        *("assets/a.json", "adapter/config.json", "1_Pooling/config.json"),
         *(
             "original/consolidated.00.pth",
             "consolidated.safetensors",

@@ -33,6 +33,10 @@ def test_launcher_and_router_know_no_tensors(module: str) -> None:
     assert loaded(modules, NOT_IN_ROUTER) == []
 
 
+def test_the_router_imports_the_engine_of_grammars_with_the_first_of_them() -> None:
+    assert "llguidance" not in modules_after("import tgi.router.main")
+
+
 def test_launcher_knows_no_web_framework_and_no_grpc() -> None:
     modules = modules_after("import tgi.launcher.cli")
     assert loaded(modules, ("starlette", "uvicorn", "grpc")) == []

@@ -23,6 +23,35 @@ class FinishReason(StrEnum):
     STOP_SEQUENCE = "stop_sequence"
 
 
+class ToolCallParser(StrEnum):
+    """How a model writes tool calls: words of --tool-call-parser."""
+
+    AUTO = "auto"  # as its chat template says
+    NONE = "none"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    MISTRAL_V11 = "mistral_v11"
+    GEMMA = "gemma"
+    GRANITE = "granite"
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    JSON = "json"
+
+
+class ReasoningParser(StrEnum):
+    """Which marks a model puts around its thinking text: words of --reasoning-parser."""
+
+    AUTO = "auto"  # as its chat template says
+    NONE = "none"
+    THINK = "think"
+    SEED = "seed"
+    MAGISTRAL = "magistral"
+    COHERE = "cohere"
+    REASONING = "reasoning"
+
+
 class Dtype(StrEnum):
     """Number formats that a model can be served in."""
 

@@ -4,6 +4,7 @@ TgiError
 ├── StartupError           a program cannot start: one line for the operator, exit code 1
 ├── InvalidRequest         the client's fault: `param` names the field
 │   ├── TemplateFailed     the chat template is missing or raised
+│   ├── ToolFailed         the tool that is to be called does not exist
 │   └── ContextTooLong     prompt, or prompt and max_tokens, exceed the limit
 ├── Overloaded             no permit or the queue is full: try again later
 ├── GenerationFailed       the model failed on this request
@@ -33,6 +34,10 @@ class InvalidRequest(TgiError):
 
 class TemplateFailed(InvalidRequest):
     """The chat template is missing, does not compile, or raised."""
+
+
+class ToolFailed(InvalidRequest):
+    """The tool that is to be called does not exist."""
 
 
 class ContextTooLong(InvalidRequest):

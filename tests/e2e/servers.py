@@ -236,10 +236,12 @@ class LocalRouter:
 
 
 @contextlib.contextmanager
-def local_router(model: Path | str, uds_path: str, **options: Any) -> Iterator[LocalRouter]:
-    """`options`: the router's flags, by field."""
+def local_router(
+    model: Path | str, uds_path: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[LocalRouter]:
+    """`options`: the router's flags, by field; `environment`: all that it sees of one."""
     given = {"tokenizer_name": str(model), "master_shard_uds_path": uds_path, "hostname": "127.0.0.1", **options}
-    config = read_config(given, {})
+    config = read_config(given, environment or {})
     with bind("127.0.0.1", 0) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         @contextlib.asynccontextmanager

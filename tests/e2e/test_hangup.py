@@ -147,3 +147,22 @@ def test_while_queued(router: LocalRouter, path: str) -> None:
         await router.idle(MOST_S)
 
     router.run(run())
+
+
+@pytest.mark.fault("vllm#14326")
+@pytest.mark.parametrize("inputs", ["the capital", LONG_PROMPT], ids=["decoding", "waiting for the prompt"])
+def test_with_several_answers(router: LocalRouter, inputs: str) -> None:
+    async def run() -> None:
+        core = router.core
+        caller = await Caller.call(router, "/generate", inputs, max_new_tokens=1000, best_of=2, temperature=0.8)
+        if inputs is LONG_PROMPT:
+            await until(lambda: [e.computed_len > 0 for e in rows(router)] == [True], "a part of the prompt is read")
+            assert len(core.queue) == 1, "the other waits for it"
+        else:
+            await until(lambda: [bool(e.generated) for e in rows(router)] == [True, True], "both generate")
+        await caller.hang_up()
+        await freed(router, 0)
+        assert core.allocator.num_available == core.allocator.num_blocks - 1
+        await router.idle(MOST_S)
+
+    router.run(run())

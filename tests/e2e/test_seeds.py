@@ -84,6 +84,31 @@ def test_again_and_streamed(router: LocalRouter, alone: Answer) -> None:
     router.run(run())
 
 
+@pytest.mark.row("A: best_of, best_of_sequences")
+def test_each_of_several_answers_is_what_its_seed_gives_alone(router: LocalRouter) -> None:
+    parameters = {"max_new_tokens": 60, "temperature": 0.8, "ignore_eos": True}
+    text = "hello world " * 50  # more than a block, so that the second forks from the first
+    core = router.core
+
+    async def run() -> None:
+        async with Client(router.url) as client:
+            cached = core.stats.cached_tokens
+            body = {"inputs": text, "parameters": {**parameters, "best_of": 2, "decoder_input_details": True}}
+            answer = await client._post("/generate", body)
+            assert core.stats.cached_tokens - cached >= core.allocator.block_size
+            details = answer["details"]
+            (other,) = details["best_of_sequences"]
+            assert len(details["prefill"]) > core.allocator.block_size
+            assert [token["logprob"] is None for token in details["prefill"][:2]] == [True, False]
+            means = [sum(token["logprob"] for token in one["tokens"]) / 60 for one in (details, other)]
+            assert means[0] >= means[1]
+            for said, one in ((answer["generated_text"], details), (other["generated_text"], other)):
+                alone = await client.generate(text, seed=one["seed"], **parameters)
+                assert (alone.text, alone.ids) == (said, tuple(token["id"] for token in one["tokens"]))
+
+    router.run(run())
+
+
 @pytest.mark.row("G: 3 the same seed")
 def test_among_many_others(router: LocalRouter, alone: Answer) -> None:
     before = router.core.stats.preemptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,17 @@ from tgi.observability.metrics import Metrics
 from tgi.router.api.server import Server
 from tgi.router.api.services import Services
 from tgi.router.api.sse import Pulse
-from tgi.router.app import create_app
+from tgi.router.app import ROUTES, Row, create_app
 from tgi.router.chat.template import ChatTemplate
+from tgi.router.chat.tools import read_tool_template
 from tgi.router.infer import Infer
 from tgi.router.main import bind
 from tgi.router.schema.info import Info
+from tgi.router.validation.grammar_checker import GrammarChecker
 from tgi.router.validation.parameters import Limits
 from tgi.router.validation.validator import Validator
 from tgi.text.pool import EncodePool
+from tgi.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 300
 SEED = 1234  # what a request without a seed draws
@@ -45,10 +49,16 @@ class Answer:
     @property
     def events(self) -> list[bytes]:
         """Payloads of a stream's events; asserts the framing."""
+        return [payload for _, payload in self.named_events]
+
+    @property
+    def named_events(self) -> list[tuple[str, bytes]]:
+        """Names and payloads; "" for an event without a name."""
         assert self.body.endswith(b"\n\n")
-        blocks = self.body[:-2].split(b"\n\n")
-        assert all(block.startswith(b"data: ") or block == b":" for block in blocks), self.body
-        return [block[len(b"data: ") :] for block in blocks if block != b":"]
+        blocks = [block for block in self.body[:-2].split(b"\n\n") if block != b":"]
+        found = [re.fullmatch(rb"(?:event: ([a-z_.]+)\n)?data: ([^\n]*)", block) for block in blocks]
+        assert all(found), self.body
+        return [((event[1] or b"").decode(), event[2]) for event in found if event]
 
 
 @dataclass
@@ -142,18 +152,26 @@ def serving(
     keep_alive_s: float = 15.0,
     stall_s: float = 60.0,
     limits: Limits | None = None,
+    rows: Sequence[Row] = ROUTES,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[App]:
     """The limits are small: 100 input tokens, 200 in total."""
     backend = backend or ScriptedBackend()
-    limits = limits or Limits(max_input_tokens=100, max_total_tokens=200, vocab_size=VOCAB_SIZE)
-    tokenizer = byte_tokenizer(chat_template=chat_template)
+    limits = limits or Limits(
+        max_input_tokens=100, max_total_tokens=200, vocab_size=VOCAB_SIZE, prompt_logprobs=True
+    )
+    tokenizer = tokenizer or byte_tokenizer(("Hello", " world"), chat_template)
     pool = EncodePool(tokenizer, 1)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
-    validator = Validator(pool, limits, tokenizer.vocab_size, draw_seed=lambda: SEED)
+    grammars = GrammarChecker(tokenizer)
+    validator = Validator(pool, limits, tokenizer.vocab_size, draw_seed=lambda: SEED, grammars=grammars)
+    template = ChatTemplate(tokenizer.chat_templates, tokenizer.named_tokens)
     services = Services(
         infer=Infer(backend, validator, metrics, max_concurrent_requests),
         encoder=pool,
-        template=ChatTemplate(tokenizer.chat_templates.get("default"), tokenizer.named_tokens),
+        vocabulary=tokenizer,
+        template=template,
+        tools=read_tool_template(template.source, template.uses_tools, tokenizer.special_tokens),
         metrics=metrics,
         pulse=Pulse(keep_alive_s, stall_s),
         info=_info(limits, max_concurrent_requests),
@@ -164,7 +182,7 @@ def serving(
         refresh_metrics=lambda: None,
     )
     listening = threading.Event()
-    server = Server(create_app(services, api_key, cors_allow_origin), on_listening=listening.set)
+    server = Server(create_app(services, api_key, cors_allow_origin, rows), on_listening=listening.set)
     listener = bind("127.0.0.1", 0)
     # Connections inherit it: a client that does not read makes the server wait soon.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
@@ -180,6 +198,7 @@ def serving(
         server.should_exit = True
         thread.join(WAIT_S)
         pool.close()
+        grammars.close()
         listener.close()
     assert not thread.is_alive(), "the server did not stop"
 

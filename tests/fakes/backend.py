@@ -39,17 +39,28 @@ class Script:
     reason: FinishReason = FinishReason.EOS_TOKEN
     stop: str | int | None = None
     num_cached: int = 0
-    prompt: Sequence[PromptToken] = ()
+    prompt: Sequence[PromptToken] = ()  # else that of the request, where it wants logprobs of it
     error: TgiError | None = None  # instead of the last token
+    total_s: float = 11 / 64  # from the request's arrival
 
 
-HELLO = Script((Said("Hello"), Said(" world"), EOS))
+# What fakes/app.py's tokenizer knows as tokens of their own.
+HELLO = Script((Said("Hello", 259), Said(" world", 260), EOS))
 
 
-def times_of(request: ValidRequest) -> Times:
-    """Always the same: validation 15 ms, queue 31 ms, inference 125 ms, total 171 ms, all rounded down."""
+def times_of(request: ValidRequest, total_s: float) -> Times:
+    """Always the same: validation 15 ms, queue 31 ms, inference 125 ms, total 171 ms (if not told otherwise), all
+    rounded down."""
     at = request.received_at
-    return Times(at, at + 1 / 64, at + 3 / 64, at + 4 / 64, at + 11 / 64)
+    return Times(at, at + 1 / 64, at + 3 / 64, at + 4 / 64, at + total_s)
+
+
+def prompt_of(request: ValidRequest) -> list[PromptToken]:
+    """What a request gets that wants the logprobs of its prompt (of bytes): always -0.5."""
+    if not request.prompt_logprobs:
+        return []
+    ids = memoryview(request.prompt_ids).cast("I")
+    return [PromptToken(token_id, chr(token_id), -0.5 if index else None) for index, token_id in enumerate(ids)]
 
 
 @dataclass
@@ -81,8 +92,8 @@ class Playing:
         """On the loop: one token a turn, as steps would bring them."""
         if self.over:
             return
-        if index == 0 and script.prompt:
-            self.sink.prompt(list(script.prompt))
+        if index == 0 and (prompt := script.prompt or prompt_of(self.request)):
+            self.sink.prompt(list(prompt))
         is_last = index == len(script.tokens) - 1
         if script.error is not None and (is_last or not script.tokens):
             self._fail(script.error)
@@ -119,7 +130,7 @@ class Playing:
             num_cached=script.num_cached,
             seed=sampling.seed if sampling.do_sample else None,
             stop=script.stop,
-            times=times_of(self.request),
+            times=times_of(self.request, script.total_s),
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tgi.server.batch.step import RowChanges, StepPlan
-from tgi.server.engine.device import Chosen
+from tgi.server.engine.device import Chosen, Constraint, PromptScores
 from tgi.shard_client.messages import Admit
 
 EMPTY = b""
@@ -70,9 +70,17 @@ class _Row:
         return self.digests[position]
 
 
+def choose_allowed(digest: bytes, seed: int, mask: np.ndarray) -> int:
+    """As `choose`, of the ids whose bits are set."""
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(allowed[choose(digest, seed, len(allowed))])
+
+
 @dataclass
 class _Ticket:
     plan: StepPlan
+    constraint: Constraint | None = None
+    has_chosen: bool = False  # as far as the host is concerned
     chosen: Chosen | None = None
 
 
@@ -90,7 +98,9 @@ class FakeDevice:
         self.rows: dict[int, _Row] = {}
         self.poison: Callable[[Admit], bool] = lambda admit: False
         self.nan: Callable[[Admit], bool] = lambda admit: False
+        self.breaks_choice: Callable[[Admit], bool] = lambda admit: False
         self._poisoned: set[int] = set()
+        self._broken_choice: set[int] = set()
         self._nan_rows: set[int] = set()
         self._work: deque[tuple[bool, Callable[[], None]]] = deque()  # (is a step, what to do)
         self.tokens_computed = 0
@@ -105,21 +115,38 @@ class FakeDevice:
         # Launch-time faults are known to the host at once, whatever the device is still doing.
         for row in changes.removed:
             self._poisoned.discard(row)
+            self._broken_choice.discard(row)
         for row, admit in changes.added:
-            self._poisoned.discard(row)
-            if self.poison(admit):
-                self._poisoned.add(row)
+            for rows, holds in ((self._poisoned, self.poison), (self._broken_choice, self.breaks_choice)):
+                rows.discard(row)
+                if holds(admit):
+                    rows.add(row)
         removed, added, blocks = list(changes.removed), list(changes.added), list(changes.blocks)
         self._work.append((False, lambda: self._apply(removed, added, blocks)))
 
     def launch(self, plan: StepPlan) -> _Ticket:
+        ticket = self.forward(plan)
+        self.choose(ticket)
+        return ticket
+
+    def forward(self, plan: StepPlan) -> _Ticket:
         if self._poisoned.intersection(plan.rows.tolist()):
             raise RuntimeError("a poisoned request is in this step")
-        ticket = _Ticket(plan)
-        self._work.append((True, lambda: self._run(ticket)))
+        return _Ticket(plan)
+
+    def has_forwarded(self, launched: object) -> bool:
+        return True
+
+    def choose(self, launched: object, constraint: Constraint | None = None) -> None:
+        assert isinstance(launched, _Ticket)
+        if launched.has_chosen:
+            raise Corrupt("a step chooses twice")
+        if constraint is not None and self._broken_choice.intersection(launched.plan.rows.tolist()):
+            raise RuntimeError("a choice of this step fails")
+        launched.has_chosen, launched.constraint = True, constraint
+        self._work.append((True, lambda: self._run(launched)))
         while sum(is_step for is_step, _ in self._work) > self.lag:
             self._work.popleft()[1]()
-        return ticket
 
     def collect(self, launched: object) -> Chosen:
         assert isinstance(launched, _Ticket)
@@ -156,8 +183,21 @@ class FakeDevice:
     def _slot(self, row: _Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
+    def _scores(self, plan: StepPlan) -> PromptScores | None:
+        """The logprob of the token at position p is -p / 8; the best are tokens 0, 1, …, each less by 1."""
+        scoring = plan.scoring
+        if scoring is None or not len(scoring.targets):
+            return None
+        first = zip(plan.starts.tolist(), scoring.counts.tolist())
+        positions = np.concatenate([np.arange(start + 1, start + 1 + count) for start, count in first])
+        tops = np.arange(scoring.top_n, dtype=np.int64)
+        logprobs = (-positions / 8).astype(np.float32)
+        return PromptScores(logprobs, np.tile(tops, (len(positions), 1)), logprobs[:, None] - tops.astype(np.float32))
+
     def _run(self, ticket: _Ticket) -> None:
-        plan = ticket.plan
+        plan, constraint = ticket.plan, ticket.constraint
+        takes = iter([True] * plan.num_rows if constraint is None else constraint.takes.tolist())
+        masks = {} if constraint is None else dict(zip(constraint.masked.tolist(), constraint.masks))
         ids: list[int] = []
         nan: list[bool] = []
         given = iter(plan.ids.tolist())
@@ -167,9 +207,10 @@ class FakeDevice:
         for index, row_number in enumerate(plan.rows.tolist()):
             start, length = int(plan.starts[index]), int(plan.query_lens[index])
             tokens = [next(given) for _ in range(length)]
+            chooses = bool(plan.samples[index]) and next(takes)
             row = self.rows.get(row_number)
             if row is None:  # ended on the host meanwhile: its result will be dropped
-                if plan.samples[index]:
+                if chooses:
                     ids.append(0)
                     nan.append(False)
                 continue
@@ -180,9 +221,13 @@ class FakeDevice:
                     raise Corrupt(f"row {row_number} reads foreign KV at position {position} of {start}")
             for position in range(start, start + length):
                 self.slots[self._slot(row, position)] = row.digest(position)
-            if plan.samples[index]:
+            if chooses:
                 end = start + length
-                token = choose(row.digest(end - 1), row.seed, self.vocab_size)
+                mask = masks.get(len(ids))
+                if mask is None:
+                    token = choose(row.digest(end - 1), row.seed, self.vocab_size)
+                else:
+                    token = choose_allowed(row.digest(end - 1), row.seed, mask)
                 ids.append(token)
                 nan.append(row_number in self._nan_rows)
                 chosen_by_row.append((row, end, token))
@@ -196,4 +241,5 @@ class FakeDevice:
             ids=np.array(ids, np.int64),
             logprobs=np.full(count, -1.0, np.float32),
             is_nan=np.array(nan, np.bool_),
+            prompt_scores=self._scores(plan),
         )

@@ -1,7 +1,8 @@
 """One rank of a tiny shard over gloo: `python -m tests.fakes.rank_program MODEL RANK WORLD PORT REQUESTS`.
 
-Rank 0 runs the requests (JSON: prompts and their number of new tokens) and prints the ids; the others follow. Every
-rank but 0 rounds differently on purpose: what it would have chosen by itself differs from what rank 0 chooses.
+Rank 0 runs the requests (JSON: prompt, number of new tokens, regular expression or null) and prints the ids, and the
+logprobs of the second prompt but for its first token; the others follow. Every rank but 0 rounds differently on
+purpose: what it would have chosen by itself differs from what rank 0 chooses. Masks come late, so that rows sit out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tests.fakes.masks import LateMasks
 from tgi.model_config import read_model_config
 from tgi.server.attention.select import select_backend
 from tgi.server.batch.table import RequestTable
@@ -21,24 +23,38 @@ from tgi.server.engine.engine import Engine, Limits
 from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.engine.runner import ModelRunner
+from tgi.server.grammar.vocabulary import read_vocabulary
 from tgi.server.models.registry import build_model
 from tgi.server.weights.checkpoint import open_checkpoint
-from tgi.shard_client.messages import Admit, Command, Sampling, Stopping
+from tgi.shard_client.messages import Admit, Command, Grammar, Sampling, Stopping
 
 NUM_BLOCKS = 60
 MAX_ROWS = 4
+SCORED = 2  # its prompt's logprobs are wanted: more collectives in the steps that read it
 CPU = torch.device("cpu")
 
 
-def admissions(requests: list[tuple[list[int], int]]) -> list[Admit]:
+def admissions(requests: list[tuple[list[int], int, str | None]]) -> list[Admit]:
     admits: list[Admit] = []
     next_block = 1
-    for handle, (prompt, count) in enumerate(requests, 1):
+    for handle, (prompt, count, expression) in enumerate(requests, 1):
         blocks = range(next_block, next_block + (len(prompt) + count) // 16 + 1)
         next_block = blocks.stop
         sampling = Sampling(do_sample=handle % 2 == 0, seed=handle)
         packed_ids, packed_blocks = array("I", prompt).tobytes(), array("I", blocks).tobytes()
-        admits.append(Admit(handle, packed_ids, b"", 0, packed_blocks, sampling, Stopping(count)))
+        admits.append(
+            Admit(
+                handle,
+                packed_ids,
+                b"",
+                0,
+                packed_blocks,
+                sampling,
+                Stopping(count),
+                prompt_logprobs=handle == SCORED,
+                grammar=None if expression is None else Grammar("regex", expression),
+            )
+        )
     return admits
 
 
@@ -60,20 +76,28 @@ def main() -> None:
     assert device.smallest(1 << 40) == (1 << 30 if world > 1 else 1 << 40)
     device.allocate(NUM_BLOCKS, MAX_ROWS, 512)
     limits = Limits(1_000_000, PrefillBudget(24, 24, True), NUM_BLOCKS, kv_epoch=1, world_size=world)
-    engine = Engine(device, RequestTable(MAX_ROWS, 16), limits)
+    masks = LateMasks(read_vocabulary(path, model.vocab_size))
+    engine = Engine(device, RequestTable(MAX_ROWS, 16), limits, masks)
     engine.open()
     requests = json.loads(sys.argv[5])
     engine.apply(Command(admit=admissions(requests)))
     engine.step()
     engine.open()  # what was begun is dropped, on every rank; the same requests again
+    scores: list[float] = []
     answers: dict[int, list[int]] = {handle: [] for handle in range(1, len(requests) + 1)}
     engine.apply(Command(admit=admissions(requests)))
-    while (step := engine.step()) is not None:
+    while engine.has_rows:
+        step = engine.step()
+        if step is None:
+            continue
         for handle, token in zip(step.handles, step.token_ids, strict=True):
             answers[handle].append(token)
+        for part in step.prompt_logprobs:
+            scores += part.logprobs
+    assert masks.num_late
     device.stop()
     group.close()
-    print(json.dumps(list(answers.values())))
+    print(json.dumps([list(answers.values()), scores[1:]]))
 
 
 if __name__ == "__main__":

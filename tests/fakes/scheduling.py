@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from tests.fakes.scripted_shard import PlainShard, merge, pack
@@ -32,6 +32,7 @@ def make_request(
     include_stop: bool = True,
     stop_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    sampling: Sampling | None = None,
     **fields: object,
 ) -> ValidRequest:
     stopping = ValidStopping(
@@ -41,21 +42,21 @@ def make_request(
         stop_ids=stop_ids,
         ignore_eos=ignore_eos,
     )
-    return ValidRequest(pack(prompt), Sampling(), stopping, **fields)  # pyright: ignore[reportArgumentType]
+    return ValidRequest(pack(prompt), sampling or Sampling(), stopping, **fields)  # pyright: ignore[reportArgumentType]
 
 
 class MemorySink:
     """Keeps events, and holds the scheduler to the order that Sink promises."""
 
     def __init__(self) -> None:
-        self.prompts: list[list[PromptToken]] = []
+        self.prompts: list[Sequence[PromptToken]] = []
         self.events: list[TokenEvent] = []
         self.error: TgiError | None = None
         self.finish: Finish | None = None
         self.num_ends = 0
         self.faults: list[str] = []  # the scheduler would take an exception for the sink's own
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
+    def prompt(self, tokens: Sequence[PromptToken]) -> None:
         if self.events or self.prompts or self.num_ends:
             self.faults.append("the prompt comes first, and once")
         self.prompts.append(tokens)

@@ -1,9 +1,10 @@
 """PlainShard: a shard in plain Python that keeps the seven rules and checks that the router keeps them too.
 
 Its KV cache stores in each slot a hash of the whole prefix up to that position, so a read sees at once whether the slot
-is the row's own or an equal prefix that somebody published. The next token is a function of the prefix, so a resumed
-row must go on with the same tokens. It composes steps like the engine: decode rows first, then prefill chunks under a
-budget; launches up to `lag` steps before it collects, and the device executes a step only then.
+is the row's own or an equal prefix that somebody published. The next token is a function of the prefix (and of the
+sampling's seed), so a resumed row must go on with the same tokens. It composes steps like the engine: decode rows
+first, then prefill chunks under a budget; launches up to `lag` steps before it collects, and the device executes a step
+only then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tgi.enums import EndReason
+from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Admit, Command, Opening, PromptLogprobs, RowError, Step, Timings, TopTokens
 
 _MASK = (1 << 64) - 1
@@ -33,22 +35,31 @@ def extend_hash(previous: int, token_id: int) -> int:
     return (mixed ^ (mixed >> 29)) & _MASK
 
 
-def next_token(prefix_hash: int, vocab_size: int) -> int:
-    return (prefix_hash * 0x94D049BB133111EB & _MASK) % vocab_size
+def next_token(prefix_hash: int, vocab_size: int, seed: int = 0) -> int:
+    return ((prefix_hash ^ seed) * 0x94D049BB133111EB & _MASK) % vocab_size
 
 
-def reference(prompt_ids: bytes, max_new_tokens: int, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
-    """The tokens that the scripted model generates for a prompt, whatever happens on the way."""
+def reference(
+    prompt_ids: bytes, max_new_tokens: int, vocab_size: int, eos_ids: tuple[int, ...] = (), seed: int = 0
+) -> list[int]:
+    """The tokens that the scripted model generates for a prompt, whatever happens on the way. `seed`: of a request that
+    samples."""
     prefix_hash = 0
     for token_id in ids_of(prompt_ids):
         prefix_hash = extend_hash(prefix_hash, token_id)
     generated: list[int] = []
     while len(generated) < max_new_tokens:
-        generated.append(next_token(prefix_hash, vocab_size))
+        generated.append(next_token(prefix_hash, vocab_size, seed))
         if generated[-1] in eos_ids:
             break
         prefix_hash = extend_hash(prefix_hash, generated[-1])
     return generated
+
+
+def alone(request: ValidRequest, vocab_size: int) -> list[int]:
+    """What an undisturbed run of a request gives that ends by its length."""
+    seed = request.sampling.seed if request.sampling.do_sample else 0
+    return reference(request.prompt_ids, request.stopping.max_new_tokens, vocab_size, seed=seed)
 
 
 class Row:
@@ -252,7 +263,10 @@ class PlainShard:
                 continue
             if 0 <= begin < row.num_prompt and row.admit.prompt_logprobs:
                 values = [-p / 8 if p else math.nan for p in range(begin, min(end, row.num_prompt))]
-                step.prompt_logprobs.append(PromptLogprobs(handle, begin, array("f", values)))
+                top_n = row.admit.prompt_top_n
+                best = array("I", [p + rank for p in range(begin, begin + len(values)) for rank in range(top_n)])
+                tops = array("f", [value - rank for value in values for rank in range(top_n)])
+                step.prompt_logprobs.append(PromptLogprobs(handle, begin, array("f", values), best, tops))
             if not tokens:
                 step.progress_handles.append(handle)
                 step.computed_len.append(end)
@@ -331,7 +345,8 @@ class PlainShard:
     def _choose(self, row: Row) -> int:
         if self.script:
             return self.script[min(len(row.ids) - row.num_prompt, len(self.script) - 1)]
-        return next_token(row.hashes[-1], self.vocab_size)
+        sampling = row.admit.sampling
+        return next_token(row.hashes[-1], self.vocab_size, sampling.seed if sampling.do_sample else 0)
 
     def _write(self, table: tuple[int, ...], position: int, value: int) -> None:
         block_size = self.opening.block_size

@@ -14,7 +14,8 @@ from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, ShardUnderTest, 
 from tests.fakes.scripted_shard import ids_of
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import Entry
-from tgi.router.validation.request import ValidRequest
+from tgi.router.validation.request import ValidRequest, fork
+from tgi.shard_client.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Workload:
     next_handle: int = 1
     operations: int = 1_500
     prompt_logprobs: float = 0.05  # of the requests
+    siblings: float = 0.1  # of the requests
     breaks: float = 0.003  # per operation
     renewals: float = 0.25  # per break: the cache is lost as well
 
@@ -46,13 +48,13 @@ class Run:
 def drive(
     shard: ShardUnderTest,
     renew_cache: Callable[[], None],
-    answer: Callable[[bytes, int], list[int]],
+    answer: Callable[[ValidRequest], list[int]],
     load: Workload,
     seed: int,
 ) -> SchedulerCore:
     """One random history, then to the end. AssertionError when an answer, a block or a rule is broken.
 
-    `answer(prompt_ids, max_new_tokens)` are the tokens of an undisturbed run; the shard knows of no EOS.
+    `answer(request)` are the tokens of an undisturbed run; the shard knows of no EOS.
     """
     rng = random.Random(seed)
     config = SchedulerConfig(
@@ -81,9 +83,11 @@ def drive(
             use_cache=rng.random() < 0.9,
             cache_salt=rng.choice(("", "", "salt")),
             prompt_logprobs=rng.random() < load.prompt_logprobs,
+            sampling=Sampling(do_sample=True, seed=rng.getrandbits(64)),
         )
-        sink = MemorySink()
-        runs.append(Run(request, core.submit(request, sink), sink))
+        for sibling in fork(request, rng.randrange(2, 6) if rng.random() < load.siblings else 1):
+            sink = MemorySink()
+            runs.append(Run(sibling, core.submit(sibling, sink), sink))
 
     def cancel() -> None:
         run = rng.choice(runs)
@@ -123,7 +127,10 @@ def drive(
     assert not core.queue, "a request waits for ever"
     assert core.allocator.num_available == load.num_blocks - 1, "blocks are lost"
     for run in runs:
-        _check_answer(run, answer(run.request.prompt_ids, run.request.stopping.max_new_tokens))
+        _check_answer(run, answer(run.request))
+    for siblings in {run.request.siblings for run in runs} - {None}:
+        ends = [run.sink.finish for run in runs if run.request.siblings is siblings]
+        assert len({end.num_cached for end in ends if end is not None}) <= 1, "siblings had the same cached before them"
     return core
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from tgi.server.distributed.group import make_group
 from tgi.server.engine.engine import Engine, Limits
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.engine.runner import ModelRunner
+from tgi.server.grammar.compiler import Compiler
+from tgi.server.grammar.mask import Masks
+from tgi.server.grammar.vocabulary import read_beside
 from tgi.server.models.registry import build_model
 from tgi.server.weights.checkpoint import open_checkpoint
-from tgi.shard_client.messages import Admit, Command, Sampling, Stopping
+from tgi.shard_client.messages import Admit, Command, Grammar, PromptLogprobs, RowError, Sampling, Stopping
 
 GREEDY = Sampling()
 # Prompts are read in chunks, beside decoding rows.
@@ -36,6 +40,7 @@ class Answer:
     ids: list[int]
     end: EndReason
     logprobs: list[float]
+    prompt: list[PromptLogprobs] = field(default_factory=list)
 
 
 class TinyShard:
@@ -52,11 +57,15 @@ class TinyShard:
         max_rows: int = 16,
         budget: PrefillBudget = SMALL_STEPS,
         depth: int | None = None,
+        grammars: bool = False,
+        masks: Masks | None = None,
     ) -> None:
+        """`grammars`: with masks of its own; or those given, which never let anybody wait for long."""
         self.device = torch.device(device)
         group = make_group(0, 1, "localhost", 0, self.device)
         checkpoint = open_checkpoint(model_path)
-        model = build_model(read_model_config(model_path), checkpoint, dtype, self.device, group)
+        model_config = read_model_config(model_path)
+        model = build_model(model_config, checkpoint, dtype, self.device, group)
         checkpoint.close()
         backend = select_backend(attention, self.device.type)
         shape = model.cache_shape
@@ -67,7 +76,12 @@ class TinyShard:
             self.runner.depth = depth
         self.runner.allocate(num_blocks, max_rows, 2048)
         table = RequestTable(max_rows, self.block_size)
-        self.engine = Engine(self.runner, table, Limits(10_000_000, budget, num_blocks, kv_epoch=1))
+        self.masks = masks
+        self._woken = threading.Event()
+        if grammars:
+            vocabulary = read_beside(model_path, model_config.vocab_size, model_config.eos_ids)
+            self.masks = Masks(Compiler(vocabulary), self._woken.set)
+        self.engine = Engine(self.runner, table, Limits(10_000_000, budget, num_blocks, kv_epoch=1), self.masks)
         self.num_blocks = num_blocks
         self.reset()
 
@@ -83,6 +97,9 @@ class TinyShard:
         *,
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
+        prompt_logprobs: bool = False,
+        prompt_top_n: int = 0,
+        grammar: Grammar | None = None,
         **stopping: object,
     ) -> Admit:
         """Blocks for the whole answer, never given out twice until `reset`."""
@@ -95,10 +112,16 @@ class TinyShard:
             blocks=pack([next(self._blocks) for _ in range(needed)]),
             sampling=sampling,
             stopping=Stopping(max_new_tokens=max_new, **stopping),  # type: ignore[arg-type]
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_n=prompt_top_n,
+            grammar=grammar,
         )
 
-    def run(self, admits: Sequence[Admit], *, stagger: int = 0) -> list[Answer]:
-        """Run the requests together, or `stagger` steps apart; answers in their order."""
+    def run(
+        self, admits: Sequence[Admit], *, stagger: int = 0, errors: dict[int, RowError] | None = None
+    ) -> list[Answer]:
+        """Run the requests together, or `stagger` steps apart; answers in their order. Without `errors`, by handle, to
+        put them into, there may be none."""
         waiting = list(admits)
         answers = {admit.handle: Answer([], EndReason.RUNNING, []) for admit in admits}
         steps = 0
@@ -112,14 +135,30 @@ class TinyShard:
             steps += 1
             if engine.num_in_flight and (engine.num_in_flight >= engine.depth or plan is None):
                 step = engine.collect()
-                if step.errors:
-                    raise AssertionError(step.errors)
+                for part in step.prompt_logprobs:
+                    answers[part.handle].prompt.append(part)
+                self._note(step.errors, errors)
                 for index, handle in enumerate(step.handles):
                     before = answers[handle]
                     answers[handle] = Answer(
                         [*before.ids, step.token_ids[index]],
                         step.end_of(index),
                         [*before.logprobs, step.logprobs[index]],
+                        before.prompt,
                     )
+            elif plan is None and engine.has_errors:
+                step = engine.idle_step()
+                assert step is not None
+                self._note(step.errors, errors)
+            elif plan is None and engine.num_held:
+                self._woken.wait(0.01)
+                self._woken.clear()
             elif plan is None and not waiting:
                 return [answers[admit.handle] for admit in admits]
+
+    @staticmethod
+    def _note(found: Sequence[RowError], errors: dict[int, RowError] | None) -> None:
+        if found and errors is None:
+            raise AssertionError(found)
+        if errors is not None:
+            errors.update((error.handle, error) for error in found)

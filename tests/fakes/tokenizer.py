@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tgi.text.source import TokenizerSource
+from tgi.text.source import TokenizerSource, set_begin_and_end
 from tgi.text.tokenizer import Tokenizer
 
 BOS, EOS, TURN_END = "<s>", "</s>", "<|im_end|>"
@@ -24,9 +24,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(extra: Sequence[str] = (), chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+def byte_tokenizer(
+    extra: Sequence[str] = (), chat_template: str | None = CHAT_TEMPLATE, adds_bos: bool = False
+) -> Tokenizer:
     """Id b is byte b; then the special tokens; then `extra`, each a token of its own that encoding never makes."""
-    return Tokenizer(_byte_source(extra, chat_template))
+    source = _byte_source(extra, chat_template)
+    set_begin_and_end(source, add_bos=adds_bos, add_eos=False)
+    return Tokenizer(source)
 
 
 def write_byte_tokenizer(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:

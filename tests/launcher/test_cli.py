@@ -66,6 +66,20 @@ def test_busy_port(
     assert line == f"Port {port} at 0.0.0.0 is in use. Stop the program that holds it, or choose another --port"
 
 
+def test_vertex_ai_chooses_the_port_that_is_tried(
+    model: Path, environment: dict[str, str], programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        environment["AIP_HTTP_PORT"] = str(other.getsockname()[1])
+        line = one_error_line(["--model-id", str(model), "-p", free_port()], environment, programs, capsys)
+    assert line.startswith(f"Port {environment['AIP_HTTP_PORT']} at 0.0.0.0 is in use.")
+    environment["AIP_HTTP_PORT"] = "70000"
+    line = one_error_line(["--model-id", str(model)], environment, programs, capsys)
+    assert line == "AIP_HTTP_PORT must be a port, 1 to 65535. Given: 70000"
+
+
 def test_missing_model(environment: dict[str, str], programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_error_line(["--model-id", "/no/such/model", "-p", free_port()], environment, programs, capsys)
     assert line == "The model path /no/such/model does not exist. Check --model-id"

@@ -77,6 +77,8 @@ def test_shard_with_everything(programs: Path) -> None:
         cuda_memory_fraction=0.5,
         disable_custom_kernels=True,
         enable_prefill_logprobs=True,
+        watermark_gamma=0.25,
+        watermark_delta=1.5,
         rope_factor=2.0,
         master_addr="10.0.0.1",
         huggingface_hub_cache="/data",
@@ -100,6 +102,8 @@ def test_shard_with_everything(programs: Path) -> None:
         "CUDA_MEMORY_FRACTION": "0.5",
         "DISABLE_CUSTOM_KERNELS": "True",
         "REQUEST_LOGPROBS": "1",
+        "WATERMARK_GAMMA": "0.25",
+        "WATERMARK_DELTA": "1.5",
         "ROPE_SCALING": "linear",
         "ROPE_FACTOR": "2.0",
         "HUGGINGFACE_HUB_CACHE": "/data",
@@ -139,6 +143,8 @@ def test_router(programs: Path) -> None:
         max_batch_size=3,
         revision="main",
         tokenizer_config_path="/t.json",
+        chat_template="{{ x }}",
+        reasoning_parser="think",
     )
     command = router_command(args, Path("/tmp/x/shard-0"), HOST_ENVIRONMENT, True, programs)
     assert command.argv == (
@@ -148,7 +154,9 @@ def test_router(programs: Path) -> None:
         *("--max-top-n-tokens", "5", "--max-client-batch-size", "4", "--max-input-tokens", "7"),
         *("--max-batch-prefill-tokens", "4096", "--max-batch-size", "3", "--waiting-served-ratio", "0.3"),
         *("--max-waiting-tokens", "20", "--validation-workers", "2", "--payload-limit", "2000000"),
-        *("--hostname", "0.0.0.0", "--port", "8080", "--tokenizer-config-path", "/t.json", "--revision", "main"),
+        *("--hostname", "0.0.0.0", "--port", "8080", "--tokenizer-config-path", "/t.json"),
+        *("--chat-template", "{{ x }}", "--tool-call-parser", "auto", "--reasoning-parser", "think"),
+        *("--revision", "main"),
         *("--cors-allow-origin", "https://a", "--cors-allow-origin", "https://b", "--json-output"),
     )
     assert command.environment["API_KEY"] == "secret-key"
@@ -167,6 +175,12 @@ def test_no_child_reads_a_mirror_again(programs: Path) -> None:
         download_command(LauncherArgs(), "m", environment, programs),
     ):
         assert "from-outside" not in command.environment.values(), command.name
+
+
+@pytest.mark.row("B: KServe v2 routes")
+def test_kserve_reaches_the_router(programs: Path) -> None:
+    assert "--kserve" in router_command(resolved(kserve=True), Path("/s-0"), {}, False, programs).argv
+    assert "--kserve" not in router_command(resolved(), Path("/s-0"), {}, False, programs).argv
 
 
 def test_only_the_router_gets_the_key(programs: Path) -> None:

@@ -74,6 +74,8 @@ DOCUMENTED: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("--model-id x --prometheus-port 9100", {}, {"prometheus_port": 9100, "port": 3000}),
     ("--model-id x --enable-prefill-logprobs", {}, {"enable_prefill_logprobs": True}),
     ("--model-id x --tokenizer-config-path /data/t.json", {}, {"tokenizer_config_path": "/data/t.json"}),
+    ("--model-id x --chat-template /data/t.jinja", {}, {"chat_template": "/data/t.jinja"}),
+    ("--model-id x", {"CHAT_TEMPLATE": "{{ messages }}"}, {"chat_template": "{{ messages }}"}),
     ("--model-id x --huggingface-hub-cache /data", {}, {"huggingface_hub_cache": "/data"}),
 ]
 
@@ -122,7 +124,8 @@ def test_defaults_are_those_of_tgi() -> None:
     args = parse([], {}).args
     assert {name: getattr(args, name) for name in TGI_DEFAULTS} == TGI_DEFAULTS
     others = {flag.field for flag in FLAGS} - TGI_DEFAULTS.keys()
-    assert {name: value for name in others if (value := getattr(args, name))} == {}
+    ours = {"tool_call_parser": "auto", "reasoning_parser": "auto"}
+    assert {name: value for name in others if (value := getattr(args, name))} == ours
 
 
 def _sample(flag: Flag) -> tuple[str, Any]:
@@ -191,13 +194,10 @@ REFUSED = {
     "--kv-cache-dtype fp8_e5m2": "--kv-cache-dtype",
     "--rope-scaling linear": "--rope-scaling",
     "--rope-factor 2": "--rope-factor",
-    "--watermark-gamma 0.5": "--watermark-gamma",
-    "--watermark-delta 2": "--watermark-delta",
     "--ngrok": "--ngrok",
     "--ngrok-authtoken t": "--ngrok-authtoken",
     "--ngrok-edge e": "--ngrok-edge",
     "--lora-adapters a/b": "--lora-adapters",
-    "--enable-prefill-logprobs": "--enable-prefill-logprobs",
 }
 
 

@@ -29,6 +29,9 @@ TGIS = {
     "master-shard-uds-path": "/tmp/text-generation-server-0",
     "tokenizer-name": "bigscience/bloom",
     "tokenizer-config-path": None,
+    "chat-template": None,
+    "tool-call-parser": "auto",
+    "reasoning-parser": "auto",
     "revision": None,
     "trust-remote-code": False,
     "validation-workers": 2,
@@ -44,6 +47,7 @@ TGIS = {
     "max-client-batch-size": 4,
     "usage-stats": "on",
     "payload-limit": 2_000_000,
+    "kserve": False,  # a build feature in TGI
     "max-image-fetch-size": 1_073_741_824,
 }
 
@@ -115,6 +119,27 @@ def test_what_comes_by_environment_alone() -> None:
     assert read_config({}, {}).compute_type == "gpu+optimized"
 
 
+@pytest.mark.row("B: /invocations, /vertex, AIP routes")
+def test_vertex_ai_says_by_environment_what_is_served_where() -> None:
+    aip = {"AIP_HTTP_PORT": "8081", "AIP_PREDICT_ROUTE": "/v1/predict", "AIP_HEALTH_ROUTE": "/alive"}
+    config = read_config({"port": 3001}, aip)
+    assert (config.port, config.aip_predict_route, config.aip_health_route) == (8081, "/v1/predict", "/alive")
+    config = read_config({"port": 3001}, {})
+    assert (config.port, config.aip_predict_route, config.aip_health_route) == (3001, None, None)
+
+
+@pytest.mark.parametrize("variable", ["AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"])
+@pytest.mark.parametrize("route", ["predict", "https://host/predict", "/{model}", "/predict?x=1"])
+def test_a_route_of_vertex_ai_that_is_no_path(variable: str, route: str) -> None:
+    with pytest.raises(StartupError, match=variable):
+        read_config({}, {variable: route})
+
+
+def test_kserve_is_off_unless_it_is_asked_for() -> None:
+    assert read_config({}, {}).kserve is False
+    assert read_config({}, {"KSERVE": "true"}).kserve is True
+
+
 def test_the_key_is_never_shown() -> None:
     assert "Sesame" not in repr(read_config({"api_key": "Sesame"}, {}))
 
@@ -137,6 +162,17 @@ def test_a_hostname_that_is_no_address(caplog: pytest.LogCaptureFixture) -> None
             "Argument validation error: `max_input_tokens` must be < `max_total_tokens`",
         ),
         ({"port": 65536}, {}, "Argument validation error: `port` must be >= 0 and < 65536. Given: 65536"),
+        (
+            {"reasoning_parser": "thought"},
+            {},
+            "Argument validation error: `reasoning_parser` must be one of auto, none, think, seed, magistral, cohere, "
+            "reasoning. Given: thought",
+        ),
+        (
+            {},
+            {"AIP_HTTP_PORT": "65536"},
+            "Argument validation error: `port` must be >= 0 and < 65536. Given: 65536",
+        ),
         ({}, {"PORT": "http"}, "Invalid value 'http' in the environment variable PORT: expected integer"),
         ({"ngrok": True}, {}, "--ngrok cannot be used: there is no ngrok tunnel; run ngrok beside the server"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.fakes.backend import EOS, HELLO, Said, Script, ScriptedBackend
+from tests.fakes.backend import EOS, HELLO, Playing, Said, Script, ScriptedBackend
 from tests.fakes.tokenizer import byte_tokenizer
 from tgi.enums import FinishReason
 from tgi.errors import GenerationFailed, InvalidRequest, Overloaded, TemplateFailed, TgiError, Unavailable
@@ -16,6 +16,7 @@ from tgi.router.infer import Call, Collector, Infer
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.door import NATIVE
 from tgi.router.validation.parameters import Limits
+from tgi.router.validation.request import fork
 from tgi.router.validation.validator import Validator, Wish
 from tgi.text.pool import EncodePool
 
@@ -195,6 +196,82 @@ def test_a_handler_that_dies_takes_its_request_with_it() -> None:
     setup = run(scenario, None)
     assert setup.failures() == {"dropped": 1}
     assert setup.infer.free_permits == PERMITS
+
+
+async def several(setup: Setup, num_answers: int) -> tuple[Call, list[Collector], list[Playing]]:
+    """A request with several answers that wait for what the test makes the model say."""
+    backend = setup.infer.backend
+    assert isinstance(backend, ScriptedBackend)
+    call = setup.infer.accept(num_answers)
+    valid = await call.validate(Wish("Hi", GenerateParameters(), NATIVE, received_at=call.received_at))
+    collectors = [Collector() for _ in range(num_answers)]
+    for request, collector in zip(fork(valid, num_answers), collectors):
+        call.schedule(request, collector)
+    return call, collectors, backend.playing[-num_answers:]
+
+
+def test_several_answers_are_one_request() -> None:
+    async def scenario(setup: Setup) -> None:
+        _, collectors, playing = await several(setup, 2)
+        assert setup.infer.free_permits == 0
+        playing[1]._say([EOS], HELLO)
+        assert setup.infer.free_permits == 1, "each answer gives its permit back at its own end"
+        assert setup.value("tgi_request_success_total") == 0
+        playing[0]._say([EOS], HELLO)
+        assert all(collector.finish for collector in collectors)
+
+    setup = run(scenario, None)
+    assert setup.value("tgi_request_count_total") == setup.value("tgi_request_success_total") == 1
+    assert setup.value("tgi_request_input_length_count") == 1
+    assert setup.failures() == {}
+    assert setup.infer.free_permits == PERMITS
+
+
+@pytest.mark.fault("vllm#14326")
+@pytest.mark.parametrize("how", ["fails", "cancelled"])
+def test_several_answers_end_together(how: str) -> None:
+    async def scenario(setup: Setup) -> None:
+        call, collectors, playing = await several(setup, 2)
+        playing[0]._say([Said("a")], None)
+        if how == "fails":
+            playing[0]._fail(GenerationFailed("x"))
+            assert str(collectors[0].done.exception()) == "x"
+        else:
+            call.cancel()
+        assert playing[1].cancelled.is_set()
+        assert not collectors[1].done.done()
+        assert setup.infer.free_permits == PERMITS
+
+    assert run(scenario, None).failures() == {"generation" if how == "fails" else "dropped": 1}
+
+
+def test_an_answer_that_cannot_be_scheduled_ends_those_before_it() -> None:
+    async def scenario(setup: Setup) -> None:
+        backend = setup.infer.backend
+        assert isinstance(backend, ScriptedBackend)
+        call = setup.infer.accept(2)
+        valid = await call.validate(Wish("Hi", GenerateParameters(), NATIVE, received_at=call.received_at))
+        call.schedule(valid, Collector())
+        backend.refusal = Unavailable("gone")
+        with pytest.raises(Unavailable):
+            call.schedule(valid, Collector())
+        assert backend.playing[0].cancelled.is_set()
+        assert setup.infer.free_permits == PERMITS
+
+    assert run(scenario, None).failures() == {"generation": 1}
+
+
+def test_more_answers_than_permits_wait_or_are_wrong() -> None:
+    async def scenario(setup: Setup) -> None:
+        with setup.infer.accept() as call:
+            with pytest.raises(Overloaded):
+                setup.infer.accept(PERMITS)
+            with pytest.raises(InvalidRequest, match="at most 2 answers"):
+                setup.infer.accept(PERMITS + 1)
+            assert setup.infer.free_permits == PERMITS - 1
+            call.cancel()
+
+    assert run(scenario).failures() == {"overloaded": 1, "validation": 1, "dropped": 1}
 
 
 def test_success_is_logged_with_its_times(caplog: pytest.LogCaptureFixture) -> None:

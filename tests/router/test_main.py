@@ -132,7 +132,8 @@ def test_a_router_that_starts_before_its_shard_serves_and_finishes_its_streams(
 ) -> None:
     uds_path = tmp_path / "shard-0"
     key = "Sesame-4711-open"
-    with router(*arguments(model, port, uds_path), "--json-output", API_KEY=key, LOG_LEVEL="debug") as running:
+    environment = {"API_KEY": key, "LOG_LEVEL": "debug", "CHAT_TEMPLATE": "Mine: {{ messages[0].content }}"}
+    with router(*arguments(model, port, uds_path), "--json-output", **environment) as running:
         running.wait_for_line("Waiting for the shard")
         with ScriptedShard(uds_path) as shard:
             connected = json.loads(running.wait_for_line("Connected"))
@@ -142,6 +143,8 @@ def test_a_router_that_starts_before_its_shard_serves_and_finishes_its_streams(
             body = {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}
             assert post(port, "/generate", body, **bearer) == (200, {"generated_text": expected})
             assert post(port, "/generate", body) == (401, None)
+            chat = {"messages": [{"role": "user", "content": "Hi"}]}
+            assert post(port, "/chat_tokenize", chat, **bearer)[1]["templated_text"] == "Mine: Hi"
             assert get(port, "/health") == 200
             maps = Path(f"/proc/{running.process.pid}/maps").read_text()
             assert "libtorch" not in maps

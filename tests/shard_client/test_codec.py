@@ -75,6 +75,7 @@ ADMIT = st.builds(
     priority=I32,
     top_n=U32,
     prompt_logprobs=st.booleans(),
+    prompt_top_n=U32,
     adapter_id=TEXT,
     adapter_load=U32,
     grammar=st.none() | st.builds(Grammar, kind=TEXT, source=TEXT, begins_at=U32),
@@ -94,12 +95,19 @@ def column(code: Any, values: st.SearchStrategy[Any], size: int) -> st.SearchStr
 
 
 @st.composite
+def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    positions, top_n = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    tops = positions * top_n
+    columns = (column("f", F32, positions), column("I", U32, tops), column("f", F32, tops))
+    return PromptLogprobs(draw(U64), draw(U32), *map(draw, columns))
+
+
+@st.composite
 def steps(draw: st.DrawFn) -> Step:
     rows, progress = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     num_tokens = draw(st.just(b"") | st.lists(st.integers(0, 3), min_size=rows, max_size=rows).map(bytes))
     tokens = sum(num_tokens) if num_tokens else rows
     top = st.integers(0, 3).flatmap(lambda n: st.builds(TopTokens, U64, U32, column("I", U32, n), column("f", F32, n)))
-    prompt = st.integers(0, 3).flatmap(lambda n: st.builds(PromptLogprobs, U64, U32, column("f", F32, n)))
     return Step(
         number=draw(U64),
         kv_epoch=draw(U64),
@@ -111,7 +119,7 @@ def steps(draw: st.DrawFn) -> Step:
         progress_handles=draw(column("Q", U64, progress)),
         computed_len=draw(column("I", U32, progress)),
         top_tokens=draw(st.lists(top, max_size=2)),
-        prompt_logprobs=draw(st.lists(prompt, max_size=2)),
+        prompt_logprobs=draw(st.lists(prompt_logprobs(), max_size=2)),
         errors=draw(st.lists(st.builds(RowError, U64, TEXT, TEXT), max_size=2)),
         rows_running=draw(U32),
         rows_waiting=draw(U32),
@@ -151,9 +159,12 @@ def test_values_that_are_no_numbers_travel_too() -> None:
         {"handles": b"\0" * 8, "token_ids": b"\0" * 4, "logprobs": b"\0" * 4, "num_tokens": b"\2"},
         {"handles": b"\0" * 7},
         {"progress_handles": b"\0" * 8},
+        {"prompt_logprobs": [pb.PromptLogprobs(logprobs=b"\0" * 4, top_ids=b"\0" * 4)]},
+        {"prompt_logprobs": [pb.PromptLogprobs(logprobs=b"\0" * 8, top_ids=b"\0" * 4, top_logprobs=b"\0" * 4)]},
+        {"prompt_logprobs": [pb.PromptLogprobs(top_ids=b"\0" * 4, top_logprobs=b"\0" * 4)]},
     ],
 )
-def test_columns_that_do_not_fit_are_refused(columns: dict[str, bytes]) -> None:
+def test_columns_that_do_not_fit_are_refused(columns: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Codec().step(pb.Step(**columns))  # pyright: ignore[reportArgumentType]
 

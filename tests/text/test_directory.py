@@ -33,6 +33,16 @@ def test_tokens_in_both_spellings_and_from_both_files(directory: Path) -> None:
     assert tokenizer.special_ids == {BOS_ID, EOS_ID, TURN_END_ID}
 
 
+def test_tokens_that_the_makers_named_themselves(directory: Path) -> None:
+    config = {"bos_token": "<s>", "image_token": "<image>", "extra_special_tokens": {"audio_token": {"content": "<a>"}}}
+    put(directory, "tokenizer_config.json", config | {"add_bos_token": True, "split_special_tokens": False})
+    assert load_tokenizer(directory).named_tokens == {
+        "bos_token": "<s>",
+        "image_token": "<image>",
+        "audio_token": "<a>",
+    }
+
+
 @pytest.mark.fault("vllm#4180")
 def test_eos_ids_of_all_files_count(directory: Path) -> None:
     put(directory, "generation_config.json", {"eos_token_id": [TURN_END_ID, 7]})
@@ -114,6 +124,44 @@ def test_chat_templates_of_every_file(directory: Path, tmp_path: Path) -> None:
     assert (mine.chat_templates, mine.bos_token) == ({"default": "six"}, "</s>")
     put(tmp_path, "mine.json", {})  # says nothing of templates: the directory's own files still do
     assert load_tokenizer(directory, tmp_path / "mine.json").chat_templates == {"default": "four", "tool_use": "five"}
+
+
+@pytest.mark.fault("TGI#1743")
+def test_a_template_of_the_operators_replaces_all_others(directory: Path, tmp_path: Path) -> None:
+    put(directory, "chat_template.jinja", "theirs")
+    put(directory, "additional_chat_templates/tool_use.jinja", "theirs too")
+    put(tmp_path, "mine.jinja", "mine\n")
+    put(
+        tmp_path,
+        "mine.json",
+        {"chat_template": [{"name": "default", "template": "m"}, {"name": "rag", "template": "r"}]},
+    )
+    put(tmp_path, "config.json", {"chat_template": "the config's", "bos_token": "</s>"})
+    for given, expected in (
+        (str(tmp_path / "mine.jinja"), {"default": "mine\n"}),
+        (str(tmp_path / "mine.json"), {"default": "m", "rag": "r"}),
+        ("{{ messages }}", {"default": "{{ messages }}"}),
+        ("{% if x %}y{% endif %}", {"default": "{% if x %}y{% endif %}"}),
+    ):
+        tokenizer = load_tokenizer(directory, tmp_path / "config.json", given)
+        assert (tokenizer.chat_templates, tokenizer.bos_token) == (expected, "</s>")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("absent.jinja", "is neither a file nor a template. Check --chat-template$"),
+        ("absent.json", "does not exist. Check --chat-template$"),
+        ("empty.json", "has no chat_template. Check --chat-template$"),
+        ("bytes.jinja", "cannot be read"),
+    ],
+)
+def test_a_template_that_is_not_there_is_named(directory: Path, tmp_path: Path, given: str, message: str) -> None:
+    put(tmp_path, "empty.json", {})
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff")
+    with pytest.raises(StartupError, match=message) as raised:
+        load_tokenizer(directory, chat_template=str(tmp_path / given))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

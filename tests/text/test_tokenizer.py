@@ -76,6 +76,22 @@ def test_offsets_are_characters_however_they_are_made() -> None:
     assert lazy.offsets == eager.offsets == [(i // 2, i // 2 + 1) for i in range(2 * len(text))]
 
 
+@pytest.mark.fault("TGI#3203", "sglang#888")
+@pytest.mark.parametrize("length", [1, SHORT_TEXT + 1])
+def test_bos_is_not_added_to_a_text_that_begins_with_it(length: int) -> None:
+    tokenizer, text = byte_tokenizer(adds_bos=True), "é" * length
+    plain, begun = tokenizer.encode(text), tokenizer.encode("<s>" + text)
+    assert begun.ids == plain.ids
+    assert unpacked(begun.ids) == [BOS_ID, *ids_of(text)]
+    assert plain.offsets[:3] == [(0, 0), (0, 1), (0, 1)]
+    assert begun.offsets[:3] == [(0, 3), (3, 4), (3, 4)]
+    assert len(begun.offsets) == len(begun)
+    assert unpacked(tokenizer.encode("<s><s>", add_special_tokens=False).ids) == [BOS_ID, BOS_ID]
+    assert unpacked(tokenizer.encode("a<s>").ids) == [BOS_ID, ord("a"), BOS_ID]
+    assert unpacked(tokenizer.encode("").ids) == [BOS_ID]
+    assert unpacked(byte_tokenizer().encode("<s><s>a").ids) == [BOS_ID, BOS_ID, ord("a")], "this one adds none"
+
+
 @pytest.mark.parametrize("length", [1, SHORT_TEXT + 1])
 def test_a_lone_surrogate_is_refused(length: int) -> None:
     with pytest.raises(InvalidRequest, match="surrogate") as raised:
@@ -93,6 +109,9 @@ def test_the_text_of_one_token() -> None:
     tokenizer = byte_tokenizer()
     texts = [tokenizer.token_text(token_id) for token_id in (*ids_of(" a"), 0xF0, BOS_ID, -1, 10**9)]
     assert texts == [" ", "a", "\ufffd", "<s>", "", ""]
+    parts = [tokenizer.token_bytes(token_id) for token_id in (*ids_of(" a"), 0xF0, BOS_ID, -1, 10**9)]
+    assert parts == [b" ", b"a", b"\xf0", b"<s>", b"", b""]
+    assert tokenizer.special_tokens[tokenizer.token_text(BOS_ID)] == BOS_ID
     assert tokenizer.is_special(BOS_ID)
     assert not tokenizer.is_special(ids_of("a")[0])
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
+from tgi.enums import ReasoningParser, ToolCallParser
 from tgi.env import Kind
 from tgi.observability.logging import MASK
 
@@ -247,27 +248,28 @@ class LauncherArgs:
     )
     cors_allow_origin: tuple[str, ...] = _flag((), "Origin that browsers may call from; repeat for several.")
     api_key: str | None = _flag(None, "Key that clients must send (Authorization: Bearer KEY).", secret=True)
-    watermark_gamma: float | None = _flag(
-        None,
-        "Share of the vocabulary that a watermark favours.",
-        policy=Policy.REFUSED,
-        note="watermarks are not there yet",
-    )
-    watermark_delta: float | None = _flag(
-        None, "By how much a watermark favours it.", policy=Policy.REFUSED, note="watermarks are not there yet"
-    )
+    watermark_gamma: float | None = _flag(None, "Share of the vocabulary that a watermark favours.")
+    watermark_delta: float | None = _flag(None, "By how much a watermark favours it.")
     ngrok: bool = _flag(False, "Open an ngrok tunnel.", policy=Policy.REFUSED, note=_NO_NGROK)
     ngrok_authtoken: str | None = _flag(
         None, "Token of the ngrok account.", policy=Policy.REFUSED, note=_NO_NGROK, secret=True
     )
     ngrok_edge: str | None = _flag(None, "Edge of the ngrok account.", policy=Policy.REFUSED, note=_NO_NGROK)
     tokenizer_config_path: str | None = _flag(None, "File to use as tokenizer_config.json (chat template).")
-    disable_grammar_support: bool = _flag(
-        False,
-        "Refuse requests with a grammar.",
-        policy=Policy.NO_EFFECT,
-        note="they are refused anyway, grammars are not there yet",
+    chat_template: str | None = _flag(
+        None, "File with the chat template to use instead of the model's own templates, or the template's text."
     )
+    tool_call_parser: str = _flag(
+        ToolCallParser.AUTO.value,
+        "How the model writes tool calls; auto takes it from the chat template.",
+        choices=tuple(ToolCallParser),
+    )
+    reasoning_parser: str = _flag(
+        ReasoningParser.AUTO.value,
+        "Which marks the model puts around its thinking text; auto takes it from the chat template.",
+        choices=tuple(ReasoningParser),
+    )
+    disable_grammar_support: bool = _flag(False, "Refuse requests with a grammar.")
     show_env: bool = _flag(False, "Log what this server runs on, then start.", short="-e", name="--env", mirrored=False)
     max_client_batch_size: int = _flag(4, "Prompts of one /v1/completions call at most.")
     lora_adapters: str | None = _flag(
@@ -281,11 +283,12 @@ class LauncherArgs:
         note="usage statistics are never sent",
     )
     payload_limit: int = _flag(2_000_000, "Largest request body, in bytes.")
+    kserve: bool = _flag(False, "Serve the routes of KServe's protocol, version 2 (/v2/...), too.")
     enable_prefill_logprobs: bool = _flag(
         False,
         "Answer requests for the logprobs of the prompt.",
-        policy=Policy.REFUSED,
-        note="logprobs of the prompt are not there yet",
+        policy=Policy.NO_EFFECT,
+        note="they are always answered, unless REQUEST_LOGPROBS is false",
     )
     graceful_termination_timeout: int = _flag(
         90, "Seconds that running requests have to finish when the server is asked to stop.", short="-g"

@@ -5,6 +5,7 @@ Exit codes: 0 after a stop that was asked for, 1 with one line `Error: …`, 2 f
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -14,9 +15,9 @@ from pathlib import Path
 import click
 
 from tgi import env, hub
-from tgi.errors import TgiError
+from tgi.errors import StartupError, TgiError
 from tgi.launcher import commands, supervisor
-from tgi.launcher.args import LauncherArgs, describe
+from tgi.launcher.args import PORTS, LauncherArgs, describe
 from tgi.launcher.devices import Devices, find_devices
 from tgi.launcher.parse import Parsed, parse, refuse_unsupported, remarks
 from tgi.launcher.resolve import ResolvedArgs, choose_model, resolve, resolve_hostname, validate
@@ -59,7 +60,7 @@ def run(argv: Sequence[str], environment: Mapping[str, str], programs: Path | No
 
 def _launch(parsed: Parsed, environment: Mapping[str, str], programs: Path | None, secrets: list[str]) -> None:
     refuse_unsupported(parsed)
-    args = parsed.args
+    args = _on_port_of_vertex(parsed.args, environment)
     colorize = env.get("LOG_COLORIZE", environment)
     colorize = sys.stdout.isatty() and not args.json_output if colorize is None else colorize
     setup_logging("launcher", env.get("LOG_LEVEL", environment), args.json_output, colorize=colorize, secrets=secrets)
@@ -85,6 +86,16 @@ def _launch(parsed: Parsed, environment: Mapping[str, str], programs: Path | Non
             Supervisor(_plan(resolved, parsed, sockets, environment, colorize, programs), sockets, signals).run()
         finally:
             sockets.close()
+
+
+def _on_port_of_vertex(args: LauncherArgs, environment: Mapping[str, str]) -> LauncherArgs:
+    """TGI lets this variable win over --port."""
+    port = env.get("AIP_HTTP_PORT", environment)
+    if port is None:
+        return args
+    if not PORTS[0] <= port <= PORTS[1]:
+        raise StartupError(f"AIP_HTTP_PORT must be a port, {PORTS[0]} to {PORTS[1]}. Given: {port}")
+    return dataclasses.replace(args, port=port)
 
 
 def _resolve(

@@ -38,9 +38,12 @@ ROUTER_OPTIONS = (
     "hostname",
     "port",
     "tokenizer_config_path",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "revision",
 )
-ROUTER_SWITCHES = ("json_output",)
+ROUTER_SWITCHES = ("disable_grammar_support", "json_output", "kserve")
 # Mirrors whose value the launcher has read and hands on itself: a child must not read the raw text again.
 MIRRORS = frozenset(flag.variable for flag in FLAGS if flag.variable)
 
@@ -105,6 +108,10 @@ def shard_command(
         "ROPE_SCALING": resolved.rope[0] if resolved.rope else None,
         "ROPE_FACTOR": str(resolved.rope[1]) if resolved.rope else None,
     }
+    for name in ("watermark_gamma", "watermark_delta"):
+        value = getattr(args, name)
+        if value is not None:
+            changes[name.upper()] = str(value)
     if args.enable_prefill_logprobs:
         changes["REQUEST_LOGPROBS"] = "1"
     return Command(f"shard {rank}", tuple(argv), env.child_environment(changes, environment))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +71,7 @@ class Sink(Protocol):
     raise.
     """
 
-    def prompt(self, tokens: list[PromptToken]) -> None: ...
+    def prompt(self, tokens: Sequence[PromptToken]) -> None: ...
     def token(self, event: TokenEvent) -> None: ...
     def fail(self, error: TgiError) -> None: ...
 

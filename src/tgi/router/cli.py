@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from tgi import __version__, env
+from tgi.enums import ReasoningParser, ToolCallParser
 from tgi.env import Kind
 from tgi.errors import StartupError
 from tgi.observability.logging import setup_logging
@@ -64,6 +65,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("master-shard-uds-path", Kind.TEXT, "/tmp/text-generation-server-0", "socket of shard rank 0"),
     Flag("tokenizer-name", Kind.TEXT, "bigscience/bloom", "model id, directory or .gguf file"),
     Flag("tokenizer-config-path", Kind.TEXT, None, "a tokenizer_config.json instead of the model's, chat template too"),
+    Flag("chat-template", Kind.TEXT, None, "file with a chat template instead of the model's own, or its text"),
+    Flag("tool-call-parser", Kind.TEXT, "auto", f"how the model writes tool calls: {', '.join(ToolCallParser)}"),
+    Flag("reasoning-parser", Kind.TEXT, "auto", f"marks around its thinking text: {', '.join(ReasoningParser)}"),
     Flag("revision", Kind.TEXT, None, "revision of the model on the hub"),
     Flag("trust-remote-code", Kind.BOOL, False, "", no_effect="tokenizers run no code of the model"),
     Flag("validation-workers", Kind.INT, 2, "threads that tokenise"),
@@ -79,10 +83,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("ngrok", Kind.BOOL, False, "", refused="there is no ngrok tunnel; run ngrok beside the server"),
     Flag("ngrok-authtoken", Kind.TEXT, None, "", no_effect="there is no ngrok tunnel"),
     Flag("ngrok-edge", Kind.TEXT, None, "", no_effect="there is no ngrok tunnel"),
-    Flag("disable-grammar-support", Kind.BOOL, False, "", no_effect="there is no grammar support yet"),
+    Flag("disable-grammar-support", Kind.BOOL, False, "refuse requests with a grammar"),
     Flag("max-client-batch-size", Kind.INT, 4, "prompts of one /v1/completions call"),
     Flag("usage-stats", Kind.TEXT, "on", "", no_effect="no usage statistics are ever sent"),
     Flag("payload-limit", Kind.INT, 2_000_000, "largest request body, bytes"),
+    Flag("kserve", Kind.BOOL, False, "serve KServe's routes (/v2/...) too"),
     Flag("max-image-fetch-size", Kind.INT, 1 << 30, "", no_effect="images are not supported yet"),
 )
 
@@ -118,11 +123,17 @@ def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
             raise StartupError(f"--{flag.name} cannot be used: {flag.refused}")
         if flag.no_effect and flag.field in chosen and values[flag.field] != flag.default:
             logger.warning("--%s has no effect: %s", flag.name, flag.no_effect)
+    # Vertex AI says by environment alone what a container serves where; TGI lets that win over --port.
+    if env.is_set("AIP_HTTP_PORT", environment):
+        values["port"] = env.get("AIP_HTTP_PORT", environment)
     _check(values)
     return RouterConfig(
         tokenizer_name=values["tokenizer_name"],
         revision=values["revision"],
         tokenizer_config_path=values["tokenizer_config_path"],
+        chat_template=values["chat_template"],
+        tool_call_parser=values["tool_call_parser"],
+        reasoning_parser=values["reasoning_parser"],
         master_shard_uds_path=values["master_shard_uds_path"],
         hostname=_address(values["hostname"]),
         port=values["port"],
@@ -147,6 +158,10 @@ def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
         compute_type=env.get("COMPUTE_TYPE", environment) or "gpu+optimized",
         docker_label=env.get("DOCKER_LABEL", environment),
         git_sha=env.get("GIT_SHA", environment),
+        disable_grammar_support=values["disable_grammar_support"],
+        kserve=values["kserve"],
+        aip_predict_route=_route("AIP_PREDICT_ROUTE", environment),
+        aip_health_route=_route("AIP_HEALTH_ROUTE", environment),
     )
 
 
@@ -157,6 +172,10 @@ def _check(values: Mapping[str, Any]) -> None:
             raise StartupError(f"Argument validation error: `{name}` must be > 0")
     if not 0 <= values["port"] < 1 << 16:
         raise StartupError(f"Argument validation error: `port` must be >= 0 and < 65536. Given: {values['port']}")
+    for name, words in (("tool_call_parser", ToolCallParser), ("reasoning_parser", ReasoningParser)):
+        if values[name] not in tuple(words):
+            allowed = ", ".join(words)
+            raise StartupError(f"Argument validation error: `{name}` must be one of {allowed}. Given: {values[name]}")
     max_input, max_total = values["max_input_tokens"], values["max_total_tokens"]
     if max_input is not None and max_total is not None and max_input >= max_total:
         raise StartupError("Argument validation error: `max_input_tokens` must be < `max_total_tokens`")
@@ -170,6 +189,13 @@ def _address(hostname: str) -> str:
         logger.warning("Invalid hostname, defaulting to %s", ANY_ADDRESS)
         return ANY_ADDRESS
     return hostname
+
+
+def _route(variable: str, environment: Mapping[str, str]) -> str | None:
+    route = env.get(variable, environment)
+    if route is not None and (not route.startswith("/") or set(route) & set("{}?#")):
+        raise StartupError(f"{variable} must be a path that begins with / and has no {{}}, ? or #. Given: {route}")
+    return route
 
 
 def _run(given: Mapping[str, Any]) -> int:

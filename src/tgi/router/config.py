@@ -10,6 +10,9 @@ class RouterConfig:
     tokenizer_name: str  # model id, directory or .gguf file; also the name of the model in answers
     revision: str | None
     tokenizer_config_path: str | None
+    chat_template: str | None  # a file, or the text itself; None: the model's own templates
+    tool_call_parser: str  # "auto": as the chat template says
+    reasoning_parser: str  # as well
     master_shard_uds_path: str
     hostname: str
     port: int
@@ -34,5 +37,9 @@ class RouterConfig:
     compute_type: str
     docker_label: str | None
     git_sha: str | None
+    disable_grammar_support: bool  # refuse requests with a grammar
+    kserve: bool  # serve the routes of KServe's protocol, version 2
+    aip_predict_route: str | None  # Vertex AI: another path of /vertex
+    aip_health_route: str | None  # Vertex AI: another path of /health
     keep_alive_s: float = 15.0  # silence after which a stream gets a comment
     stall_s: float = 60.0  # a client that takes nothing for this long is cut off

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -139,7 +140,7 @@ class _Answer:
         self._sink = sink
         self.ticket: Ticket | None = None
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
+    def prompt(self, tokens: Sequence[PromptToken]) -> None:
         self._sink.prompt(tokens)
 
     def token(self, event: TokenEvent) -> None:
@@ -163,7 +164,7 @@ class Collector:
     """A sink that keeps a whole answer."""
 
     def __init__(self) -> None:
-        self.prompt_tokens: list[PromptToken] = []
+        self.prompt_tokens: Sequence[PromptToken] = []
         self.events: list[TokenEvent] = []
         self.done: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
 
@@ -172,7 +173,7 @@ class Collector:
         """Of a complete answer."""
         return self.done.result()
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
+    def prompt(self, tokens: Sequence[PromptToken]) -> None:
         self.prompt_tokens = tokens
 
     def token(self, event: TokenEvent) -> None:

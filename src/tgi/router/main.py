@@ -28,13 +28,15 @@ from tgi.router.api.metrics import follow
 from tgi.router.api.server import Server
 from tgi.router.api.services import Services
 from tgi.router.api.sse import Pulse
-from tgi.router.app import create_app
+from tgi.router.app import create_app, table
 from tgi.router.chat.template import ChatTemplate
+from tgi.router.chat.tools import read_tool_template
 from tgi.router.config import RouterConfig
 from tgi.router.infer import Infer
 from tgi.router.scheduling.core import SchedulerConfig
 from tgi.router.scheduling.scheduler import Scheduler
 from tgi.router.schema.info import Info
+from tgi.router.validation.grammar_checker import GrammarChecker
 from tgi.router.validation.parameters import Limits
 from tgi.router.validation.validator import Validator
 from tgi.shard_client.client import ShardClient
@@ -118,11 +120,14 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
         except Unavailable as error:
             raise StartupError(f"The shard warmed up, but then was lost: {error}") from error
         pool = EncodePool(tokenizer, config.validation_workers)
+        grammars = None if config.disable_grammar_support else GrammarChecker(tokenizer)
         try:
-            yield _application(config, shard, warm, tokenizer, pool, scheduler), scheduler
+            yield _application(config, shard, warm, tokenizer, pool, grammars, scheduler), scheduler
         finally:
             await scheduler.close()
             pool.close()
+            if grammars is not None:
+                grammars.close()
     finally:
         await client.close()
 
@@ -152,7 +157,7 @@ async def _load(config: RouterConfig) -> Tokenizer:
     """The tokenizer, beside the event loop: the shard is starting meanwhile."""
     override = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
     path = hub.locate(config.tokenizer_name, config.revision)
-    return await asyncio.to_thread(load_tokenizer, path, override)
+    return await asyncio.to_thread(load_tokenizer, path, override, config.chat_template)
 
 
 async def _warm_up(client: ShardClient, config: RouterConfig) -> tuple[ShardInfo, WarmupResult]:
@@ -226,6 +231,7 @@ def _application(
     warm: WarmupResult,
     tokenizer: Tokenizer,
     pool: EncodePool,
+    grammars: GrammarChecker | None,
     scheduler: Scheduler,
 ) -> ASGIApp:
     limits = Limits(
@@ -235,20 +241,29 @@ def _application(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
         max_top_n_tokens=config.max_top_n_tokens,
+        prompt_logprobs=shard.prompt_logprobs,
     )
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
-    template = ChatTemplate(tokenizer.chat_templates.get("default"), tokenizer.named_tokens)
+    template = ChatTemplate(tokenizer.chat_templates, tokenizer.named_tokens)
     if template.failure is not None:
         logger.warning("Chat is off: %s", template.failure)
     services = Services(
         infer=Infer(
             scheduler,
-            Validator(pool, limits, tokenizer.vocab_size),
+            Validator(pool, limits, tokenizer.vocab_size, grammars=grammars),
             metrics,
             config.max_concurrent_requests,
         ),
         encoder=pool,
+        vocabulary=tokenizer,
         template=template,
+        tools=read_tool_template(
+            template.source,
+            template.uses_tools,
+            tokenizer.special_tokens,
+            config.tool_call_parser,
+            config.reasoning_parser,
+        ),
         metrics=metrics,
         pulse=Pulse(config.keep_alive_s, config.stall_s),
         info=_info(config, limits),
@@ -259,7 +274,8 @@ def _application(
         compat_return_full_text=True,
         refresh_metrics=follow(scheduler.stats, metrics, warm.block_size, warm.num_blocks),
     )
-    return create_app(services, config.api_key, config.cors_allow_origin)
+    rows = table(config.kserve, config.aip_predict_route, config.aip_health_route)
+    return create_app(services, config.api_key, config.cors_allow_origin, rows)
 
 
 def _info(config: RouterConfig, limits: Limits) -> Info:

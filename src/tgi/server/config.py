@@ -24,6 +24,8 @@ class ShardConfig:
     prefix_caching: bool
     prefill_chunking: bool
     prompt_logprobs: bool
+    watermark_gamma: float  # share of the vocabulary
+    watermark_delta: float
     wiggle_room: float  # fraction of the free memory that the KV cache may use
     cuda_memory_fraction: float
     max_batch_size: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,11 @@ def resolve(
         wiggle_room = DEFAULT_WIGGLE_ROOM
     if not 0 < wiggle_room < 1:
         raise StartupError(f"TGI_WIGGLE_ROOM must be between 0 and 1, both exclusive; it is {wiggle_room}")
+    gamma, delta = env.get("WATERMARK_GAMMA", source), env.get("WATERMARK_DELTA", source)
+    if not 0 < gamma < 1:
+        raise StartupError(f"WATERMARK_GAMMA must be between 0 and 1, both exclusive; it is {gamma}")
+    if not math.isfinite(delta):
+        raise StartupError(f"WATERMARK_DELTA must be a finite number; it is {delta}")
     backend = select_backend(env.get("ATTENTION", source), platform.device_type)
     prefix_caching = env.get("PREFIX_CACHING", source)
     if args.load_format not in ("auto", "dummy"):
@@ -77,7 +83,9 @@ def resolve(
         block_size=backend.block_size,
         prefix_caching=True if prefix_caching is None else prefix_caching,
         prefill_chunking=env.get("PREFILL_CHUNKING", source),
-        prompt_logprobs=False,
+        prompt_logprobs=env.get("REQUEST_LOGPROBS", source),
+        watermark_gamma=gamma,
+        watermark_delta=delta,
         wiggle_room=wiggle_room,
         cuda_memory_fraction=env.get("CUDA_MEMORY_FRACTION", source),
         max_batch_size=env.get("MAX_BATCH_SIZE", source),

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,8 @@ from tgi.server.engine.loop import Loop
 from tgi.server.engine.runner import ModelRunner
 from tgi.server.engine.service import Shard
 from tgi.server.engine.warmup import WarmUp, free_bytes
+from tgi.server.grammar.compiler import Compiler
+from tgi.server.grammar.vocabulary import Vocabulary, read_beside
 from tgi.server.models.registry import build_model
 from tgi.server.platforms.detect import platform_of
 from tgi.server.platforms.platform import Platform
@@ -55,18 +58,18 @@ def serve(config: ShardConfig) -> int:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.world_size))
     group = make_group(config.rank, config.world_size, config.master_addr, config.master_port, device)
     try:
-        runner, model_config = _load(config, group, device)
-        if config.rank == 0:
-            return _lead(config, model_config, runner, platform)
-        return _follow(config, runner, platform)
+        model_config = read_model_config(config.model_path)
+        if config.rank != 0:
+            return _follow(config, _load(config, model_config, group, device), platform)
+        vocabulary = read_beside(config.model_path, model_config.vocab_size, model_config.eos_ids)
+        return _lead(config, model_config, _load(config, model_config, group, device), vocabulary, platform)
     finally:
         group.close()
 
 
-def _load(config: ShardConfig, group: Group, device: torch.device) -> tuple[ModelRunner, ModelConfig]:
+def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: torch.device) -> ModelRunner:
     started = time.perf_counter()
     log.info("Loading %s (%s, %s)", config.model_id, config.dtype, config.device)
-    model_config = read_model_config(config.model_path)
     dtype = getattr(torch, config.dtype)
     if config.load_format == "dummy":
         checkpoint: Checkpoint = DummyCheckpoint(dtype, device)
@@ -80,10 +83,16 @@ def _load(config: ShardConfig, group: Group, device: torch.device) -> tuple[Mode
     shape = model.cache_shape
     backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
     log.info("Loaded in %.1f s", time.perf_counter() - started)
-    return ModelRunner(model, backend, device, dtype, group), model_config
+    return ModelRunner(model, backend, device, dtype, group, watermark=(config.watermark_gamma, config.watermark_delta))
 
 
-def _lead(config: ShardConfig, model_config: ModelConfig, runner: ModelRunner, platform: Platform) -> int:
+def _lead(
+    config: ShardConfig,
+    model_config: ModelConfig,
+    runner: ModelRunner,
+    vocabulary: Future[Vocabulary],
+    platform: Platform,
+) -> int:
     device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
     liveness = Liveness()
     loop = Loop(liveness)
@@ -102,7 +111,7 @@ def _lead(config: ShardConfig, model_config: ModelConfig, runner: ModelRunner, p
         prompt_logprobs=config.prompt_logprobs,
     )
     warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
-    shard = Shard(info, device, warm_up, loop, liveness)
+    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary))
     server, url = _bind(config)
     # Only rank 0 is named: it answers for every id.
     V4Service(shard, [url]).add_to(server)

@@ -64,6 +64,7 @@ class Codec:
             ),
             top_n=admit.top_n,
             prompt_logprobs=admit.prompt_logprobs,
+            prompt_top_n=admit.prompt_top_n,
             adapter_id=admit.adapter_id,
             adapter_load=admit.adapter_load,
             grammar=(
@@ -120,10 +121,7 @@ class Codec:
                 for top in message.top_tokens
             ]
         if message.prompt_logprobs:
-            step.prompt_logprobs = [
-                PromptLogprobs(entry.handle, entry.first_position, _column("f", entry.logprobs))
-                for entry in message.prompt_logprobs
-            ]
+            step.prompt_logprobs = [self._prompt_logprobs(entry) for entry in message.prompt_logprobs]
         if message.errors:
             step.errors = [RowError(error.handle, error.code, error.message) for error in message.errors]
         if message.HasField("opening"):
@@ -131,6 +129,15 @@ class Codec:
             step.opening = Opening(opening.window, opening.max_rows, opening.num_blocks, opening.block_size)
         _check_columns(step)
         return step
+
+    def _prompt_logprobs(self, entry: pb.PromptLogprobs) -> PromptLogprobs:
+        return PromptLogprobs(
+            entry.handle,
+            entry.first_position,
+            _column("f", entry.logprobs),
+            _column("I", entry.top_ids),
+            _column("f", entry.top_logprobs),
+        )
 
     def _timings(self, timings: pb.Timings) -> Timings:
         return Timings(
@@ -191,6 +198,11 @@ def _column(code: Any, packed: bytes) -> array[Any]:
     return column
 
 
+def _fits(part: PromptLogprobs) -> bool:
+    positions, tops = len(part.logprobs), len(part.top_ids)
+    return tops == len(part.top_logprobs) and (tops % positions == 0 if positions else tops == 0)
+
+
 def _check_columns(step: Step) -> None:
     rows = len(step.handles)
     tokens = sum(step.num_tokens) if step.num_tokens else rows
@@ -200,5 +212,6 @@ def _check_columns(step: Step) -> None:
         or (step.num_tokens and len(step.num_tokens) != rows)
         or (step.ends and len(step.ends) != rows)
         or len(step.progress_handles) != len(step.computed_len)
+        or not all(_fits(part) for part in step.prompt_logprobs)
     ):
         raise ValueError(f"the columns of step {step.number} do not fit each other")

@@ -72,6 +72,7 @@ class Admit:
     priority: int = 0
     top_n: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0  # best tokens at each position with a prompt logprob
     adapter_id: str = ""
     adapter_load: int = 0
     grammar: Grammar | None = None
@@ -111,9 +112,14 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
+    """Of a stretch of the prompt: log p(token | those before it), by the model alone. Parts of a row come in order."""
+
     handle: int
     first_position: int
     logprobs: array[float]  # "f"; the prompt's first token has none (NaN)
+    # "I" and "f": top_n for each position, best first, or none at all; the logprobs of the first token's are NaN.
+    top_ids: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 @dataclass(frozen=True, slots=True)

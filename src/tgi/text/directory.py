@@ -52,6 +52,21 @@ def override_from(source: TokenizerSource, tokenizer_config_path: Path) -> None:
     source.chat_templates = templates_of(config.get("chat_template")) or source.chat_templates
 
 
+def read_chat_template(given: str) -> dict[str, str]:
+    """--chat-template: a file, Jinja or a JSON object with `chat_template`, or the template's text itself."""
+    if any(mark in given for mark in ("{{", "{%", "\n")):
+        return {"default": given}
+    path = Path(given)
+    if path.suffix == ".json":
+        templates = templates_of(_read_json(path, required=True, flag="--chat-template").get("chat_template"))
+        if not templates:
+            raise StartupError(f"{path} has no chat_template. Check --chat-template")
+        return templates
+    if not path.is_file():
+        raise StartupError(f"The chat template {path} is neither a file nor a template. Check --chat-template")
+    return {"default": _read_text(path)}
+
+
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise StartupError(
@@ -68,10 +83,10 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+def _read_json(path: Path, required: bool = False, flag: str = "--tokenizer-config-path") -> dict[str, Any]:
     if not path.is_file():
         if required:
-            raise StartupError(f"The tokenizer config {path} does not exist. Check --tokenizer-config-path")
+            raise StartupError(f"The file {path} does not exist. Check {flag}")
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +105,11 @@ def _content(value: object) -> str | None:
 
 
 def _named_tokens(config: Mapping[str, Any], fallback: Mapping[str, Any]) -> dict[str, str]:
+    """The usual ones, and what the model's makers named themselves: "image_token" …"""
+    own = config.get("extra_special_tokens")
+    extra = {**(own if isinstance(own, Mapping) else {}), **{k: v for k, v in config.items() if k.endswith("_token")}}
     found = {name: _content(config.get(name)) or _content(fallback.get(name)) for name in NAMED_TOKENS}
+    found |= {name: _content(value) for name, value in extra.items() if name not in NAMED_TOKENS}
     return {name: text for name, text in found.items() if text is not None}
 
 
@@ -134,7 +153,11 @@ def _jinja_files(path: Path) -> dict[str, str]:
     named = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         named["default"] = path / "chat_template.jinja"
+    return {name: _read_text(file) for name, file in named.items()}
+
+
+def _read_text(path: Path) -> str:
     try:
-        return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise StartupError(f"a chat template of {path} cannot be read: {error}") from error
+        raise StartupError(f"The chat template {path} cannot be read: {error}. Correct or fetch it again") from error

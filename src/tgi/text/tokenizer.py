@@ -10,7 +10,7 @@ from pathlib import Path
 from tgi.errors import InvalidRequest, StartupError
 from tgi.gguf_file import BadGguf, GgufFile
 from tgi.text.detokenizer import Detokenizer, PieceDetokenizer, WindowDetokenizer, read_pieces
-from tgi.text.directory import override_from, read_directory
+from tgi.text.directory import override_from, read_chat_template, read_directory
 from tgi.text.gguf_vocabulary import read_gguf
 from tgi.text.source import TokenizerSource
 
@@ -63,6 +63,8 @@ class Tokenizer:
         self.bos_token = source.named_tokens.get("bos_token")
         self.eos_token = source.named_tokens.get("eos_token")
         self.bos_id = source.token_id("bos_token")
+        added_first = source.backend.encode("", add_special_tokens=True).ids[:1]
+        self._added_bos = added_first if added_first == [self.bos_id] else None
         self.eos_ids = source.eos_ids
         self.named_tokens = source.named_tokens  # those that chat templates may use: "bos_token", "pad_token" …
         self.chat_templates = source.chat_templates
@@ -74,7 +76,10 @@ class Tokenizer:
         self._special_text = re.compile("|".join(map(re.escape, special))) if special else None
 
     def encode(self, text: str, add_special_tokens: bool = True, with_offsets: bool = False) -> Encoding:
-        """Ids of `text`, the texts of special tokens parsed as such. Raises InvalidRequest on a lone surrogate."""
+        """Ids of `text`, the texts of special tokens parsed as such; BOS is not added to a text that begins with it.
+
+        Raises InvalidRequest on a lone surrogate.
+        """
         try:
             if len(text) <= SHORT_TEXT:
                 found = self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -85,13 +90,21 @@ class Tokenizer:
                 found = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeEncodeError):
             raise InvalidRequest("the text holds a lone surrogate, which is no valid Unicode", "inputs") from None
-        offsets = found.offsets if with_offsets else None
-        return Encoding(array("I", found.ids).tobytes(), self, text, add_special_tokens, offsets)
+        ids, offsets = found.ids, found.offsets if with_offsets else None
+        if add_special_tokens and self._added_bos is not None and ids[:2] == self._added_bos * 2:
+            # A chat's prompt that is sent as a text brings its BOS along.
+            ids, offsets = ids[1:], None if offsets is None else offsets[1:]
+        return Encoding(array("I", ids).tobytes(), self, text, add_special_tokens, offsets)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence, as the model's own decoder gives it. Ids without a token give nothing."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id."""
+        return {self.token_text(token_id): token_id for token_id in self.special_ids}
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
@@ -106,6 +119,11 @@ class Tokenizer:
         piece = self._pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """As `token_text`, in UTF-8, and exact where the token is a part of a character."""
+        piece = None if self._pieces is None or token_id in self.special_ids else self._pieces[token_id]
+        return piece if isinstance(piece, bytes) else self.token_text(token_id).encode()
+
     def detokenizer(self, prompt_ids: bytes = b"") -> Detokenizer:
         """For text that continues `prompt_ids` (u32)."""
         if self._pieces is None:
@@ -117,18 +135,29 @@ class Tokenizer:
         return self._special_text is not None and self._special_text.search(text) is not None
 
 
-def load_tokenizer(path: Path, tokenizer_config_path: Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: Path, tokenizer_config_path: Path | None = None, chat_template: str | None = None
+) -> Tokenizer:
     """Load from a model directory (tokenizer.json) or a .gguf file.
 
-    `tokenizer_config_path` stands in for the directory's tokenizer_config.json, chat template included. Raises
-    StartupError, one line, saying what to do.
+    `tokenizer_config_path` stands in for the directory's tokenizer_config.json, chat template included;
+    `chat_template`, a file or a text, for all of the model's templates. Raises StartupError, one line, saying what to
+    do.
     """
+    source = read_tokenizer(path, tokenizer_config_path)
+    if chat_template is not None:
+        source.chat_templates = read_chat_template(chat_template)
+    return Tokenizer(source)
+
+
+def read_tokenizer(path: Path, tokenizer_config_path: Path | None = None) -> TokenizerSource:
+    """What the files say, without what a Tokenizer adds. As `load_tokenizer`."""
     if path.is_dir():
-        return Tokenizer(read_directory(path, tokenizer_config_path))
+        return read_directory(path, tokenizer_config_path)
     try:
         source = read_gguf(GgufFile(path))
     except BadGguf as error:
         raise StartupError(str(error)) from error
     if tokenizer_config_path is not None:
         override_from(source, tokenizer_config_path)
-    return Tokenizer(source)
+    return source

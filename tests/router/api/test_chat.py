@@ -4,26 +4,47 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
-from tests.fakes.app import App, serving
-from tests.fakes.backend import EOS, HELLO, Said, Script
+from tests.fakes.app import App, read_until, serving
+from tests.fakes.backend import EOS, HELLO, Said, Script, ScriptedBackend
 from tests.fakes.tokenizer import unpacked
 from tgi.enums import FinishReason
 from tgi.errors import ContextTooLong, GenerationFailed, Overloaded
-from tgi.router.api.chat import ChatFrames, Frame
-from tgi.router.backend import Finish, Times, TokenEvent, TopToken
-from tgi.router.schema.chat import ChatRequest
+from tgi.router.backend import TopToken
 from tgi.router.validation.parameters import Limits
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+
+
+def spoken(text: str, *, reason: FinishReason = FinishReason.EOS_TOKEN) -> Script:
+    """A character a token."""
+    tokens = [Said(character, ord(character)) for character in text]
+    return Script([*tokens, EOS] if reason is FinishReason.EOS_TOKEN else tokens, reason)
 
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
     with serving() as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def tool_app() -> Iterator[App]:
+    """With room for tools in the prompt. Its template does not know them, so a call is a JSON object."""
+    limits = Limits(max_input_tokens=2000, max_total_tokens=4000, vocab_size=300)
+    with serving(limits=limits) as app:
         yield app
 
 
@@ -73,6 +94,7 @@ def test_stop_as_string_or_list(app: App, stop: Any, strings: tuple[str, ...]) -
         ({}, 180),
     ],
 )
+@pytest.mark.fault("vllm#6707")
 def test_both_names_of_the_length(app: App, body: dict[str, int], expected: int) -> None:
     assert app.post(CHAT, {"messages": USER, **body}).status == 200
     assert app.backend.requests[-1].stopping.max_new_tokens == expected
@@ -131,26 +153,17 @@ def test_streamed_and_plain_content_are_the_same_without_special_tokens(app: App
     assert app.post(CHAT, {"messages": USER}).json["choices"][0]["message"]["content"] == "a日 😀"
 
 
-def test_text_that_was_held_back_comes_with_the_last_chunk(app: App) -> None:
-    """A special last token has no text of its own, but what may have become a stop string must still go out."""
-    body = msgspec.convert({"messages": USER}, ChatRequest)
-    frames = ChatFrames(Frame(body, app.services), body)
-    times = Times(0, 0, 0, 0, 0)
-    finish = Finish(FinishReason.EOS_TOKEN, "abc", 2, 5, 0, None, None, times)
-    first = frames.token(TokenEvent(1, "a", -0.1, False))
-    last = frames.token(TokenEvent(EOS.id, EOS.text, -0.1, True, finish=finish))
-    assert b'"content":"a"' in first
-    assert b'"content":"bc"' in last
-    assert frames.close() == b"data: [DONE]\n\n"
-
-
 @pytest.mark.fault("sglang#2088")
 @pytest.mark.row("B: logprobs, top_logprobs")
 def test_top_logprobs_of_each_position(app: App) -> None:
-    def top(text: str) -> tuple[TopToken, ...]:
-        return (TopToken(1, text, -0.25, False), TopToken(2, "é", -0.34000000357627869, False))
+    """At most as many as were asked for, though the shard sends ties along."""
 
-    app.backend.script = Script((Said("a", top=top("a")), Said("b", top=top("b"))), FinishReason.LENGTH)
+    def top(text: str) -> tuple[TopToken, ...]:
+        alternatives = (TopToken(ord(text), text, -0.25, False), TopToken(0xC3, "\ufffd", -0.34000000357627869, False))
+        return (*alternatives, TopToken(1, "?", -0.34000000357627869, False))
+
+    tokens = (Said("a", ord("a"), top=top("a")), Said("b", ord("b"), top=top("b")))
+    app.backend.script = Script(tokens, FinishReason.LENGTH)
     expected = [
         {
             "token": text,
@@ -158,7 +171,7 @@ def test_top_logprobs_of_each_position(app: App) -> None:
             "bytes": [ord(text)],
             "top_logprobs": [
                 {"token": text, "logprob": -0.25, "bytes": [ord(text)]},
-                {"token": "é", "logprob": -0.34, "bytes": [195, 169]},
+                {"token": "\ufffd", "logprob": -0.34, "bytes": [0xC3]},
             ],
         }
         for text in "ab"
@@ -168,8 +181,32 @@ def test_top_logprobs_of_each_position(app: App) -> None:
     assert app.backend.requests[-1].top_n == 2
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks_of(app, **body)]
     assert streamed == [{"content": [entry]} for entry in expected]
-    assert app.post(CHAT, {"messages": USER, "top_logprobs": 6}).json["error"]["param"] == "top_logprobs"
+
+
+def test_as_many_alternatives_as_openai_grants(app: App) -> None:
+    """The flag's default, 5, would break clients that ask for 20."""
+    assert app.post(CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 20}).status == 200
+    answer = app.post(CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "top_logprobs")
+    assert "<= 20" in answer.json["error"]["message"]
+    # TGI takes it without `logprobs`, and shows nothing.
     assert app.post(CHAT, {"messages": USER, "top_logprobs": 2}).json["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_tell_each_tokens_own_bytes(app: App, stream: bool) -> None:
+    """Also of a part of a character, which shows nothing, and of one that the model holds impossible."""
+    parts = "😀".encode()
+    tokens = [Said("", part) for part in parts[:-1]] + [Said("😀", parts[-1], logprob=float("-inf")), EOS]
+    app.backend.script = Script(tokens)
+    if stream:
+        chunks = chunks_of(app, logprobs=True)
+        entries = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+    else:
+        entries = app.post(CHAT, {"messages": USER, "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == parts + b"</s>"
+    assert [entry["token"] for entry in entries] == ["\ufffd"] * 4 + ["</s>"]
+    assert [entry["logprob"] for entry in entries] == [-0.25] * 3 + [-9999.0, -0.5]
 
 
 @pytest.mark.row("B: stream_options.include_usage")
@@ -211,32 +248,47 @@ def test_the_last_assistant_message_is_continued(app: App) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"n": 2}, "n"),
         ({"n": 0}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty"),
-        ({"typical_p": 0.5}, "typical_p"),
-        ({"logit_bias": {"5": -100}}, "logit_bias"),
-        ({"logit_bias": [0.5]}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"logit_bias": {"999999": 5}}, "logit_bias"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
+        ({"guided_grammar": "start: /a/", "tools": TOOLS}, "guided_grammar"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.fault("llama.cpp#24097")
-def test_what_is_not_there_is_refused_by_name(app: App, body: dict[str, Any], param: str, stream: bool) -> None:
+def test_what_cannot_be_is_refused_by_name(app: App, body: dict[str, Any], param: str, stream: bool) -> None:
     answer = app.post(CHAT, {"messages": USER, "stream": stream, **body})
-    assert answer.status == 400
+    assert answer.status == 400, answer.body
     assert list(answer.json) == ["error", "error_type"]
     assert list(answer.json["error"]) == ["message", "type", "param", "code"]
     assert answer.json["error"]["param"] == param
-    assert f"`{param}`" in answer.json["error"]["message"]
+    assert f"`{param}" in answer.json["error"]["message"]
     assert answer.json["error_type"] == "validation"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": USER, "temperature": "hot"}, "temperature"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": USER, "n": -1}, "n"),
+    ],
+)
+def test_a_body_of_the_wrong_shape_names_the_place(app: App, body: dict[str, Any], param: str) -> None:
+    answer = app.post(CHAT, body)
+    assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
 
 
 @pytest.mark.fault("vllm#37011", "vllm#33418")
@@ -317,3 +369,257 @@ def test_template_variables(app: App) -> None:
     with serving(chat_template="{{ messages[0].content }}{{ mood }}", limits=limits) as app:
         app.post(CHAT, {"messages": USER, "chat_template_kwargs": {"mood": "!"}})
         assert bytes(unpacked(app.backend.requests[-1].prompt_ids)) == b"Hi!"
+
+
+def test_where_the_template_gets_its_variables(app: App) -> None:
+    template = "{{ reasoning_effort or 'none' }} {{ messages[0].content }}"
+    with serving(chat_template=template) as app:
+        for body, expected in (
+            ({}, b"none Hi"),
+            ({"reasoning_effort": "high"}, b"high Hi"),
+            ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, b"low Hi"),
+        ):
+            app.post(CHAT, {"messages": USER, **body})
+            assert bytes(unpacked(app.backend.requests[-1].prompt_ids)) == expected
+
+
+@pytest.mark.row("B: n, presence_penalty, logit_bias")
+def test_each_of_n_choices_has_its_index_and_seed(app: App) -> None:
+    app.backend.script = lambda request: Script((Said(f"{request.sampling.seed % 97}"), EOS), num_cached=3)
+    answer = app.post(CHAT, {"messages": USER, "n": 3, "seed": 5}).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    seeds = [choice["seed"] for choice in answer["choices"]]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 3
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [str(seed % 97) for seed in seeds]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (20, 6)
+    assert answer["usage"]["total_tokens"] == 26
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    requests = app.backend.requests[-3:]
+    assert requests[0].siblings is requests[2].siblings is not None
+    again = app.post(CHAT, {"messages": USER, "n": 3, "seed": 5}).json
+    assert [choice["seed"] for choice in again["choices"]] == seeds
+
+
+def test_n_choices_are_streamed_side_by_side_and_end_once(app: App) -> None:
+    app.backend.script = None
+    with serving(ScriptedBackend(None)) as app:
+        client = app.open(CHAT, {"messages": USER, "stream": True, "n": 2, "stream_options": {"include_usage": True}})
+        first, second = app.backend.next_playing(), app.backend.next_playing()
+        second.say("b")
+        read_until(client, b'"b"')
+        first.say("a", EOS, script=HELLO)
+        received = read_until(client, b'"stop"')
+        assert b"[DONE]" not in received
+        second.say("c", EOS, script=HELLO)
+        received = read_until(client, b"[DONE]", received)
+        events = [json.loads(line[6:]) for line in received.decode().splitlines() if line.startswith("data: {")]
+        *chunks, usage = events
+        assert [(chunk["choices"][0]["index"], chunk["choices"][0]["finish_reason"]) for chunk in chunks] == [
+            (0, None),
+            (0, "stop"),
+            (1, None),
+            (1, "stop"),
+        ]
+        assert (usage["choices"], usage["usage"]["prompt_tokens"], usage["usage"]["completion_tokens"]) == ([], 20, 5)
+
+
+def test_too_many_choices_are_refused(app: App) -> None:
+    """More than there can ever be: 400. More than there is room for now: 429."""
+    assert app.post(CHAT, {"messages": USER, "n": 9}).status == 400
+    with serving(ScriptedBackend(None)) as app:
+        app.open(CHAT, {"messages": USER, "n": 5})
+        app.backend.next_playing()
+        assert app.post(CHAT, {"messages": USER, "n": 4}).status == 429
+
+
+def test_one_choice_that_fails_fails_all(app: App) -> None:
+    count = iter(range(2))
+    app.backend.script = lambda request: HELLO if next(count) else Script((), error=GenerationFailed("x"))
+    assert app.post(CHAT, {"messages": USER, "n": 2}).status == 424
+    assert app.services.infer.free_permits == 8
+
+
+def test_usage_in_every_chunk(app: App) -> None:
+    chunks = chunks_of(app, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [21, 22, 23, 23]
+    only = chunks_of(app, stream_options={"continuous_usage_stats": True})
+    assert [chunk["usage"] for chunk in only] == [None] * 3
+
+
+@pytest.mark.parametrize(("body", "text"), [({}, "ab"), ({"skip_special_tokens": False}, "a<|im_start|>b")])
+def test_special_tokens_are_text_when_asked_for(app: App, body: dict[str, Any], text: str) -> None:
+    """But the one that ends the answer is none."""
+    app.backend.script = Script((Said("a"), Said("<|im_start|>", special=True), Said("b"), EOS))
+    assert app.post(CHAT, {"messages": USER, **body}).json["choices"][0]["message"]["content"] == text
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks_of(app, **body)) == text
+
+
+def test_special_tokens_before_the_prompt_when_asked_for(app: App) -> None:
+    app.post(CHAT, {"messages": USER, "add_special_tokens": True})
+    assert len(unpacked(app.backend.requests[-1].prompt_ids)) == 20  # this tokenizer adds none
+    assert app.backend.requests[-1].sampling.raw_logprobs
+
+
+def test_the_priority_of_the_header(app: App) -> None:
+    assert app.post(CHAT, {"messages": USER}, {"x-tgi-priority": "7"}).status == 200
+    assert app.backend.requests[-1].priority == 7
+    assert app.post(CHAT, {"messages": USER, "priority": 2}, {"x-tgi-priority": "7"}).status == 200
+    assert app.backend.requests[-1].priority == 2
+    assert app.post(CHAT, {"messages": USER}, {"x-tgi-priority": "high"}).status == 400
+
+
+def test_a_long_answer_with_logprobs_is_complete(app: App) -> None:
+    """It is rendered beside the event loop."""
+    app.backend.script = spoken("ab" * 400)
+    choice = app.post(CHAT, {"messages": USER, "logprobs": True}).json["choices"][0]
+    assert choice["message"]["content"] == "ab" * 400
+    assert len(choice["logprobs"]["content"]) == 801
+
+
+def test_headers_of_several_choices(app: App) -> None:
+    app.backend.script = HELLO
+    headers = app.post(CHAT, {"messages": USER, "n": 2}).headers
+    assert (headers["x-prompt-tokens"], headers["x-generated-tokens"], headers["x-total-time"]) == ("20", "6", "171")
+
+
+@pytest.mark.fault("TGI#2794")
+@pytest.mark.row("B: tools, tool_choice, tool_prompt")
+def test_a_tool_call_in_openais_shape(tool_app: App) -> None:
+    tool_app.backend.script = spoken(CALL)
+    choice = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS}).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert list(message) == ["role", "content", "tool_calls"]
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert list(call) == ["id", "type", "function"]
+    assert call["id"]
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Ulm"}
+
+
+@pytest.mark.fault("TGI#2794", "vllm#44098", "vllm#9209", "vllm#31501")
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_a_streamed_tool_call(tool_app: App, choice: Any, size: int) -> None:
+    """Id and name once, then arguments, then the reason in a chunk of its own, however the text was cut."""
+    pieces = [CALL[at : at + size] for at in range(0, len(CALL), size)]
+    tool_app.backend.script = Script([*map(Said, pieces), EOS])
+    chunks = [chunk["choices"][0] for chunk in chunks_of(tool_app, tools=TOOLS, tool_choice=choice)]
+    *deltas, last = [chunk["delta"] for chunk in chunks]
+    assert last == {"role": "assistant"}
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(deltas) + ["tool_calls"]
+    assert all(list(delta) == ["role", "tool_calls"] for delta in deltas)
+    (head,) = deltas[0]["tool_calls"]
+    assert head == {
+        "index": 0,
+        "id": head["id"],
+        "type": "function",
+        "function": {"name": "weather", "arguments": ""},
+    }
+    rest = [call for delta in deltas[1:] for call in delta["tool_calls"]]
+    assert all(list(call) == ["index", "function"] and list(call["function"]) == ["arguments"] for call in rest)
+    assert json.loads("".join(call["function"]["arguments"] for call in rest)) == {"city": "Ulm"}
+
+
+@pytest.mark.fault("TGI#2145")
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_an_answer_that_calls_none_or_breaks_off(tool_app: App, stream: bool) -> None:
+    def ask() -> tuple[str, str]:
+        if not stream:
+            (choice,) = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS}).json["choices"]
+            return choice["message"]["content"] or "", choice["finish_reason"]
+        choices = [chunk["choices"][0] for chunk in chunks_of(tool_app, tools=TOOLS)]
+        return "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]["finish_reason"]
+
+    tool_app.backend.script = HELLO
+    assert ask() == ("Hello world", "stop")
+    tool_app.backend.script = spoken(CALL[:30], reason=FinishReason.LENGTH)
+    assert ask()[1] == "length"
+
+
+def test_tool_choice_none_is_an_ordinary_chat(tool_app: App) -> None:
+    tool_app.backend.script = spoken(CALL)
+    choice = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "none"}).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert b"weather" not in bytes(unpacked(tool_app.backend.requests[-1].prompt_ids))
+
+
+def test_a_tool_that_is_not_there(tool_app: App) -> None:
+    answer = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "wether"})
+    assert (answer.status, answer.json["error_type"]) == (400, "tool_error")
+    assert answer.json["error"]["message"] == "Tool error: Tool with name wether not found"
+    assert answer.json["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.fault("llama.cpp#28478")
+def test_logprobs_of_a_streamed_tool_call(tool_app: App) -> None:
+    """Every token's, also of those that show nothing."""
+    tool_app.backend.script = spoken(CALL)
+    chunks = [chunk["choices"][0] for chunk in chunks_of(tool_app, tools=TOOLS, logprobs=True)]
+    entries = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    assert "".join(entry["token"] for entry in entries) == CALL + "</s>"
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_each_choice_has_calls_of_its_own(tool_app: App) -> None:
+    tool_app.backend.script = spoken(CALL)
+    choices = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS, "n": 2}).json["choices"]
+    ids = {choice["message"]["tool_calls"][0]["id"] for choice in choices}
+    assert len(ids) == 2
+
+
+@pytest.mark.fault("vllm#39885")
+def test_thinking_text_is_apart() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# answers begin with <think> #}"
+    with serving(chat_template=template) as app:
+        app.backend.script = spoken("<think>Hm.</think>Yes")
+        answer = app.post(CHAT, {"messages": USER}).json
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+        usage = answer["usage"]
+        assert 3 <= usage["completion_tokens_details"]["reasoning_tokens"] <= len("<think>Hm.</think>")
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(app)]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
+        *_, last = chunks_of(app, stream_options={"include_usage": True})
+        assert last["usage"] == usage
+
+
+@pytest.mark.fault("TGI#3058", "TGI#2899")
+@pytest.mark.row("B: response_format, both forms")
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}}},
+        {"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}},
+        {"type": "json_object", "value": {"type": "object", "properties": {}}},
+        {"type": "json", "value": {"type": "object", "properties": {}}},
+        {"type": "regex", "value": "[0-9]+"},
+    ],
+)
+def test_response_formats_become_a_grammar(app: App, response_format: dict[str, Any]) -> None:
+    assert app.post(CHAT, {"messages": USER, "response_format": response_format}).status == 200
+    assert app.backend.requests[-1].grammar is not None
+    assert app.post(CHAT, {"messages": USER, "response_format": {"type": "text"}}).status == 200
+    assert app.backend.requests[-1].grammar is None
+
+
+def test_a_call_or_an_answer_of_a_shape(tool_app: App) -> None:
+    """Tools at will and a response format: what is neither cannot come."""
+    body = {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    tool_app.backend.script = spoken(CALL)
+    answer = tool_app.post(CHAT, body)
+    assert answer.status == 200, answer.body
+    grammar = tool_app.backend.requests[-1].grammar
+    assert grammar is not None
+    assert all(word in grammar.source for word in ("weather", "%json"))
+    assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
+    tool_app.backend.script = spoken('{"a": 1}')
+    assert tool_app.post(CHAT, body).json["choices"][0]["message"]["content"] == '{"a": 1}'
+    assert tool_app.post(CHAT, {**body, "tool_choice": "none"}).status == 200
+    grammar = tool_app.backend.requests[-1].grammar
+    assert grammar is not None
+    assert "weather" not in grammar.source

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes.app import App, serving
+from tgi.router.app import ROUTES
 
 KEY = "Sesame-123"
 COMPUTE = {
@@ -13,9 +14,12 @@ COMPUTE = {
     "/generate": {"inputs": "x"},
     "/generate_stream": {"inputs": "x"},
     "/tokenize": {"inputs": "x"},
+    "/chat_tokenize": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/invocations": {"inputs": "x"},
+    "/vertex": {"instances": [{"inputs": "x"}]},
 }
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +52,46 @@ def test_without_the_key_it_is_a_401(guarded: App, path: str, authorization: str
     answer = guarded.post(path, COMPUTE[path], headers)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    if path == CHAT:
+    if path.startswith("/v1/"):
         assert answer.json["error"]["code"] == "invalid_api_key"
         assert answer.json["error"]["type"] == "authentication_error"
     else:
         assert answer.body == b""
     assert KEY.encode() not in answer.body
+
+
+@pytest.mark.parametrize("path", COMPUTE)
+def test_the_key_may_come_as_anthropics_clients_send_it(guarded: App, path: str) -> None:
+    assert guarded.post(path, COMPUTE[path], {"x-api-key": KEY}).status == 200
+    # Some send both, one of them a placeholder.
+    assert guarded.post(path, COMPUTE[path], {"x-api-key": KEY, "authorization": "Bearer none"}).status == 200
+    for wrong in ("", KEY.lower(), f"Bearer {KEY}", f"{KEY}x", "é"):
+        assert guarded.post(path, COMPUTE[path], {"x-api-key": wrong}).status == 401
+
+
+def test_every_route_that_costs_work_is_tried_here() -> None:
+    assert COMPUTE.keys() >= {row.path for row in ROUTES if row.is_guarded}
+
+
+def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return given == key
+
+    monkeypatch.setattr("tgi.router.api.middleware.hmac.compare_digest", compare)
+    with serving(api_key=KEY) as app:
+        assert app.post("/tokenize", {"inputs": "x"}, {"authorization": "Bearer S"}).status == 401
+    assert (b"S", KEY.encode()) in compared
+
+
+def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture, guarded: App) -> None:
+    with caplog.at_level(0):
+        for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"authorization": f"Basic {KEY}"}):
+            guarded.post("/generate", {"inputs": "x"}, headers)
+            guarded.post("/generate", {"inputs": ""}, headers)
+    assert KEY not in caplog.text
 
 
 def test_a_wrong_key_is_told_before_a_wrong_body(guarded: App) -> None:
@@ -66,13 +104,14 @@ def test_what_is_no_work_stays_open(guarded: App, path: str) -> None:
 
 
 @pytest.mark.row("B: CORS origins")
-def test_a_preflight_may_carry_authorization(app: App) -> None:
+@pytest.mark.parametrize("path", [*COMPUTE, "/info", "/docs/", "/nothing"])
+def test_a_preflight_may_carry_authorization(app: App, path: str) -> None:
     asked = {
         "origin": "https://any.example",
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type,x-stainless-lang",
     }
-    answer = app.request("OPTIONS", CHAT, headers=asked)
+    answer = app.request("OPTIONS", path, headers=asked)
     assert answer.status == 200
     assert answer.headers["access-control-allow-origin"] == "*"
     assert {"GET", "POST"} == set(re.split(", *", answer.headers["access-control-allow-methods"]))
@@ -85,6 +124,14 @@ def test_answers_may_be_read_from_any_origin_by_default(app: App, path: str) -> 
     answer = app.get(path, origin) if path == "/info" else app.post(path, {"inputs": "x"}, origin)
     assert answer.status == 200
     assert answer.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_what_an_answer_tells_of_itself_may_be_read(app: App, path: str) -> None:
+    answer = app.post(path, COMPUTE[path], {"origin": "https://any.example"})
+    exposed = set(re.split(", *", answer.headers["access-control-expose-headers"]))
+    assert {name for name in answer.headers if name.startswith("x-")} <= exposed
+    assert "retry-after" in exposed
 
 
 def test_errors_may_be_read_too(app: App) -> None:

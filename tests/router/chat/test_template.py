@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from datetime import datetime
+from typing import Any
 
 import pytest
 
-from tgi.errors import TemplateFailed
+from tgi.errors import InvalidRequest, TemplateFailed
+from tgi.router.chat import sandbox
 from tgi.router.chat.template import LONG_CHAT, ChatTemplate
 
 CHATML = (
@@ -17,10 +18,12 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def render(source: str, *messages: dict[str, object], **variables: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(list(messages), variables)
+    return ChatTemplate(source, TOKENS).render(list(messages), variables=variables).text
 
 
 def test_a_chat_is_rendered_with_a_generation_prompt() -> None:
@@ -32,42 +35,7 @@ def test_special_tokens_come_from_the_tokenizer() -> None:
     assert render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}", USER) == "<s>Hi</s>"
 
 
-def test_blocks_take_their_line_with_them_as_transformers_does() -> None:
-    assert render("  {% if true %}\n  a\n  {% endif %}\nb", USER) == "  a\nb"
-
-
-def test_loop_controls() -> None:
-    source = (
-        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-    )
-    assert render(source, USER) == "02"
-
-
-@pytest.mark.fault("minijinja#815")
-def test_generation_blocks_are_their_content() -> None:
-    source = "{% for m in messages %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}!"
-    assert render(source, USER, USER) == "[Hi][Hi]!"
-
-
-@pytest.mark.fault("TGI#2987")
-def test_the_date_is_local_and_formatted() -> None:
-    before = datetime.now()
-    text = render("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}", USER)
-    after = datetime.now()
-    assert before.replace(microsecond=0) <= datetime.strptime(text, "%Y-%m-%d %H:%M:%S") <= after
-
-
-def test_json_is_neither_html_nor_sorted_nor_ascii() -> None:
-    assert render("{{ x | tojson }}", USER, x={"b": "<é>", "a": [1]}) == '{"b": "<é>", "a": [1]}'
-    assert render("{{ x | tojson(indent=2) }}", USER, x={"b": 1}) == '{\n  "b": 1\n}'
-
-
-def test_text_is_not_escaped_for_html() -> None:
-    assert render("{{ messages[0].content }}", {"role": "user", "content": "<b> & 'c'"}) == "<b> & 'c'"
-
-
-def test_reversed_slices_and_flat_content() -> None:
-    assert render("{{ messages[::-1][0]['content'] }}", USER, {"role": "user", "content": "2"}) == "2"
+def test_content_may_be_looked_for_in_a_list_that_nobody_walks() -> None:
     assert render("{{ messages[0]['content'][0]['text'] }}", USER) == "Hi"
 
 
@@ -75,10 +43,21 @@ def test_tools_and_documents_are_none_rather_than_undefined() -> None:
     assert render("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}", USER) == "True True True"
 
 
-def test_variables_reach_the_template_but_cannot_replace_ours() -> None:
-    assert (
-        render("{{ enable_thinking }} {{ messages | length }}", USER, enable_thinking=False, messages=[]) == "False 1"
-    )
+@pytest.mark.fault("TGI#2986")
+def test_tools_and_documents_reach_the_template_as_structure() -> None:
+    template = ChatTemplate("{{ tools[0].function.name }} {{ documents[0]['title'] }}", TOKENS)
+    assert template.render([USER], tools=[TOOL], documents=[{"title": "t"}]).text == "f t"
+
+
+def test_variables_reach_the_template_and_may_stand_for_a_token() -> None:
+    assert render("{{ enable_thinking }}{{ bos_token }}", USER, enable_thinking=False, bos_token="B") == "FalseB"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"])
+def test_variables_do_not_stand_for_fields_of_the_request(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"cannot set `{name}`") as caught:
+        render(CHATML, USER, **{name: []})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.fault("vllm#25108", "mistral.rs#45")
@@ -99,6 +78,8 @@ def test_the_templates_own_message_is_told() -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "append.* not safely callable|unsafe"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% include 'x' %}", "no loader"),
+        ("{{ undefined_thing | tojson }}", "not JSON serializable"),
     ],
 )
 def test_whatever_a_template_does_wrong_is_the_chats_error(source: str, told: str) -> None:
@@ -110,52 +91,132 @@ def test_whatever_a_template_does_wrong_is_the_chats_error(source: str, told: st
 def test_no_template_is_said_so() -> None:
     template = ChatTemplate(None, {})
     assert template.failure is not None
-    with pytest.raises(TemplateFailed, match=r"^template not found: .*--tokenizer-config-path$"):
+    assert (template.source, template.uses_tools) == ("", False)
+    with pytest.raises(TemplateFailed, match=r"^template not found: .*--chat-template or --tokenizer-config-path$"):
         template.render([USER])
 
 
-def test_a_template_that_does_not_compile_fails_its_chats_only() -> None:
-    template = ChatTemplate("{% for %}", {})
-    with pytest.raises(TemplateFailed, match=r"^the model's chat template does not compile: "):
-        template.render([USER])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ x | no_such_filter }}",
+        "{% break %}",
+        "{% generation %}",
+        "{{" + "(" * 500 + "1" + ")" * 500 + "}}",
+        "{% if x %}" * 150 + "{% endif %}" * 150,
+    ],
+    ids=["syntax", "filter", "break", "open block", "depth", "blocks"],
+)
+def test_a_template_that_does_not_compile_fails_its_chats_only(source: str) -> None:
+    template = ChatTemplate({"default": CHATML, "rag": source}, {})
+    assert template.failure is None
+    assert template.render([USER]).text
+    with pytest.raises(TemplateFailed, match=r"^the model's chat template does not compile: .*$") as caught:
+        template.render([USER], name="rag")
+    assert "\n" not in str(caught.value)
+    assert ChatTemplate(source, {}).failure == str(caught.value)
 
 
-@pytest.mark.row("B: Assistant continuation")
-@pytest.mark.parametrize("content", ["Once upon", "Once upon  \n", "im_end", "<|im_start|>", "assistant"])
-def test_a_last_assistant_message_is_left_open(content: str) -> None:
-    text = render(CHATML, USER, {"role": "assistant", "content": content})
-    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{content.rstrip()}"
+def test_the_template_for_tools_is_taken_for_chats_with_tools() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }}", "rag": "rag"}, {})
+    assert [template.render([USER], tools=tools).text for tools in (None, [], [TOOL])] == ["plain", "plain", "1"]
+    assert template.render([USER], tools=[TOOL], name="rag").text == "rag"
+    assert (template.source, template.uses_tools) == ("{{ tools | length }}", True)
 
 
-def test_an_empty_assistant_message_is_no_continuation() -> None:
-    text = render(CHATML, USER, {"role": "assistant", "content": ""})
-    assert text.endswith("<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n")
+def test_a_request_names_templates_of_the_model_and_never_brings_its_own() -> None:
+    template = ChatTemplate({"default": "plain", "rag": "rag"}, {})
+    for name in ("other", "{{ messages }}"):
+        with pytest.raises(InvalidRequest, match=r"one of this model's templates \(`default`, `rag`\)") as caught:
+            template.render([USER], name=name)
+        assert caught.value.param == "chat_template"
+    with pytest.raises(InvalidRequest, match="it has none"):
+        ChatTemplate(None, {}).render([USER], name="rag")
 
 
-def test_a_template_that_drops_the_message_to_be_continued_is_told() -> None:
-    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(TemplateFailed, match="does not write the assistant message"):
-        render(source, USER, {"role": "assistant", "content": "Once"})
+def test_without_a_default_the_names_are_told() -> None:
+    template = ChatTemplate({"rag": "rag", "tool_use": "tools"}, {})
+    assert template.failure is not None
+    assert "`rag`, `tool_use`" in template.failure
+    assert template.render([USER], tools=[TOOL]).text == "tools"
+    assert template.render([USER], name="rag").text == "rag"
+
+
+@pytest.mark.parametrize(
+    ("source", "uses"),
+    [
+        ("{% if tools %}{% endif %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}", True),
+        ("{% macro f(tools) %}{{ tools }}{% endmacro %}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+        ("tools {{ messages[0].tools }} {{ 'tools' }}", False),
+    ],
+)
+def test_which_templates_read_the_tools(source: str, uses: bool) -> None:
+    assert ChatTemplate(source, {}).uses_tools is uses
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "[developer]Be[user]Hi"),
+        (
+            "{% for m in messages %}{% if m.role not in ['system', 'user'] %}{{ raise_exception('no') }}{% endif %}"
+            "[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "[system]Be[user]Hi",
+        ),
+        (
+            "{% for m in messages if m.role in ['system', 'user'] %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "[system]Be[user]Hi",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "Hi"),
+    ],
+    ids=["any role", "refused", "left out", "no system either"],
+)
+def test_a_developer_is_a_system_where_the_template_knows_no_developer(source: str, text: str) -> None:
+    assert render(source, {"role": "developer", "content": "Be "}, USER).replace(" ", "") == text
+
+
+def test_a_developer_that_is_refused_under_both_names_gets_the_first_refusal() -> None:
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('no ' + messages[0].role) }}{% endif %}"
+    with pytest.raises(TemplateFailed, match=r"^no developer$"):
+        render(source, {"role": "developer", "content": "Be"}, USER)
 
 
 def test_the_callers_messages_are_left_alone() -> None:
-    messages = [USER, {"role": "assistant", "content": "Once "}]
-    ChatTemplate(CHATML, {}).render(messages)
-    assert messages == [USER, {"role": "assistant", "content": "Once "}]
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "Once ", "tool_calls": [call]}]
+    ChatTemplate(CHATML, {}).render(messages, continue_final_message=True)
+    assert messages == [USER, {"role": "assistant", "content": "Once ", "tool_calls": [call]}]
+    assert call == {"function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize("length", [3, LONG_CHAT + 1])
 def test_long_and_short_chats_are_rendered_alike(length: int) -> None:
     template = ChatTemplate(CHATML, {})
     messages = [{"role": "user", "content": "x" * length}]
-    text = asyncio.run(template.render_aside(messages))
-    assert text == template.render(messages)
-    assert re.search(f"x{{{length}}}", text)
+    rendered = asyncio.run(template.render_aside(messages))
+    assert rendered == template.render(messages)
+    assert re.search(f"x{{{length}}}", rendered.text)
 
 
-@pytest.mark.parametrize(("count", "length", "beside"), [(3, 9, False), (1, LONG_CHAT, True), (2_000, 0, True)])
-def test_what_takes_long_is_rendered_beside_the_loop(count: int, length: int, beside: bool) -> None:
-    template = ChatTemplate("{{ thread() }}", {})
-    messages = [{"role": "user", "content": "x" * length}] * count
-    thread = asyncio.run(template.render_aside(messages, {"thread": threading.get_ident}))
+@pytest.mark.parametrize(
+    ("messages", "options", "beside"),
+    [
+        ([{"role": "user", "content": "x" * 9}] * 3, {}, False),
+        ([{"role": "user", "content": "x" * LONG_CHAT}], {}, True),
+        ([{"role": "user", "content": ""}] * 2_000, {}, True),
+        ([USER], {"documents": [{"text": "x" * LONG_CHAT}]}, True),
+        ([USER], {"tools": [TOOL] * 2_000}, True),
+        ([USER], {"variables": {"x": [[0] * 2_000]}}, True),
+        ([USER], {"tools": [TOOL], "variables": {"x": 1}}, False),
+    ],
+)
+def test_what_takes_long_is_rendered_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]], options: dict[str, Any], beside: bool
+) -> None:
+    monkeypatch.setattr(sandbox, "_now", lambda form: str(threading.get_ident()))
+    template = ChatTemplate("{{ strftime_now('') }}", {})
+    thread = asyncio.run(template.render_aside(messages, **options)).text
     assert (int(thread) != threading.get_ident()) == beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -237,15 +238,36 @@ def test_prompt_logprobs_come_once_and_before_the_first_token(lost_after: int | 
     assert sink.ids == expected(plain)
 
 
+@pytest.mark.fault("sglang#2088")
+@pytest.mark.parametrize("lost_after", [None, 2])
+def test_each_prompt_token_has_its_own_alternatives(lost_after: int | None) -> None:
+    """In chunks; and when the row is lost half-way, from the first again."""
+    link = joined(PlainShard(prefill_budget=4, block_size=4))
+    _, sink = submit(link, replace(make_request(range(18), 4, prompt_logprobs=True), prompt_top_n=2))
+    for _ in range(lost_after or 0):
+        link.round()
+    if lost_after is not None:
+        link.open()
+    settle(link)
+    (tokens,) = sink.prompts
+    assert tokens[0].top_tokens == ()
+    for position, token in enumerate(tokens[1:], 1):
+        assert [(top.id, top.logprob) for top in token.top_tokens] == [
+            (position, -position / 8),
+            (position + 1, -position / 8 - 1),
+        ]
+        assert token.top_tokens[0].text == TOKENIZER.token_text(position)
+
+
 def test_prompt_logprobs_are_not_asked_for_again() -> None:
     shard = PlainShard(prefill_budget=64)
     link = joined(shard)
-    _, sink = submit(link, make_request(range(18), 8, prompt_logprobs=True))
+    _, sink = submit(link, replace(make_request(range(18), 8, prompt_logprobs=True), prompt_top_n=2))
     link.until(lambda: sink.events)
     link.open()
     settle(link)
     admits = [admit for command in shard.log for admit in command.admit]
-    assert [admit.prompt_logprobs for admit in admits] == [True, False]
+    assert [(admit.prompt_logprobs, admit.prompt_top_n) for admit in admits] == [(True, 2), (False, 0)]
     assert len(sink.prompts) == 1
 
 

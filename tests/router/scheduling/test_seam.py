@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.fakes.scripted_shard import PlainShard, reference
+from tests.fakes.scripted_shard import PlainShard, alone
 from tests.fakes.seam import Workload, drive
 from tgi.router.scheduling.core import SchedulerCore
 
@@ -28,7 +28,7 @@ def run(load: Workload, seed: int, lag: int) -> tuple[SchedulerCore, PlainShard]
     core = drive(
         shard,
         lambda: shard.renew_cache(next(epochs)),
-        lambda prompt, count: reference(prompt, count, load.vocab_size),
+        lambda request: alone(request, load.vocab_size),
         load,
         seed,
     )

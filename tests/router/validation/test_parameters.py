@@ -9,7 +9,9 @@ from tgi.errors import InvalidRequest
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.door import CHAT, NATIVE, Door
 from tgi.router.validation.parameters import (
+    MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     Limits,
     check_parameters,
@@ -44,15 +46,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [300]}, "`stop_token_ids` must be below the size of the vocabulary, 300. Given: 300"),
     ({"seed": -1}, "`seed` must be >= 0 and < 2^64. Given: -1"),
     ({"seed": 2**64}, f"`seed` must be >= 0 and < 2^64. Given: {2**64}"),
+    ({"logit_bias": [1.0]}, "`logit_bias` must be an object that maps token ids to numbers, not a list"),
+    ({"logit_bias": {"300": 1.0}}, "`logit_bias` must name token ids >= 0 and < 300. Given: '300'"),
+    ({"logit_bias": {"-1": 1.0}}, "`logit_bias` must name token ids >= 0 and < 300. Given: '-1'"),
+    ({"logit_bias": {"\u0665": 1.0}}, "`logit_bias` must name token ids >= 0 and < 300. Given: '\u0665'"),
+    ({"logit_bias": {"a" * 99: 1.0}}, f"`logit_bias` must name token ids >= 0 and < 300. Given: '{'a' * 40}'"),
+    ({"logit_bias": {"5": 100.5}}, "`logit_bias` must have values >= -100 and <= 100. Given: 100.5 for 5"),
+    (
+        {"logit_bias": {f"{token:09}": 1.0 for token in range(MAX_LOGIT_BIAS + 1)}},
+        "`logit_bias` supports up to 1024 token ids. Given: 1025",
+    ),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
-    ({"repetition_penalty": 1.1}, "`repetition_penalty` is not supported by this server; leave it out"),
-    ({"frequency_penalty": 0.5}, "`frequency_penalty` is not supported by this server; leave it out"),
-    ({"presence_penalty": 0.5}, "`presence_penalty` is not supported by this server; leave it out"),
-    ({"typical_p": 0.9}, "`typical_p` is not supported by this server; leave it out"),
-    ({"watermark": True}, "`watermark` is not supported by this server; leave it out"),
-    ({"logit_bias": {"5": -100.0}}, "`logit_bias` is not supported by this server; leave it out"),
-    ({"decoder_input_details": True}, "`decoder_input_details` is not supported by this server; leave it out"),
-    ({"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),
+    (
+        {"decoder_input_details": True},
+        "`decoder_input_details` needs a server that was started with `--enable-prefill-logprobs`",
+    ),
     (
         {"adapter_id": "mine"},
         "`adapter_id` names an adapter that is not loaded: 'mine'; leave it out to use the base model",
@@ -70,6 +78,7 @@ def refusal(values: dict[str, Any], door: Door = NATIVE, limits: Limits = LIMITS
 @pytest.mark.parametrize(("values", "text"), WRONG)
 @pytest.mark.row("A: Error JSON, error types and statuses")
 @pytest.mark.fault("vllm#54195")
+@pytest.mark.fault("vllm#16529")
 def test_a_wrong_value_is_refused_in_tgis_words(values: dict[str, Any], text: str) -> None:
     assert refusal(values) == text
 
@@ -80,13 +89,14 @@ def test_the_first_wrong_value_wins_in_tgis_order(index: int) -> None:
     for other, _ in WRONG[index + 1 :]:
         if not set(other) & set(values):
             # Setting a sampling parameter at all satisfies best_of's need for sampling.
-            if "best_of" in values and set(other) & {"temperature", "top_k", "top_p", "typical_p"}:
+            if "best_of" in values and set(other) & {"temperature", "top_k", "top_p", "typical_p", "min_p"}:
                 continue
             assert refusal({**other, **values}) == text
 
 
-def test_best_of_passes_tgis_checks_and_is_then_refused() -> None:
-    assert refusal({"best_of": 2, "do_sample": True}) == "`best_of` is not supported by this server; leave it out"
+@pytest.mark.parametrize("sampling", [{"do_sample": True}, {"temperature": 1.0}, {"min_p": 0.1}])
+def test_best_of_needs_sampling_and_no_seed(sampling: dict[str, Any]) -> None:
+    check_parameters(GenerateParameters(best_of=2, **sampling), NATIVE, LIMITS)
     assert refusal({"best_of": 2, "temperature": 1.0, "seed": 1}) == "`seed` must not be set when `best_of` > 1"
     only_one = Limits(100, 200, 300, max_best_of=1)
     assert refusal({"best_of": 2}, limits=only_one) == "`best_of` != 1 is not allowed for this endpoint"
@@ -109,6 +119,7 @@ def test_what_float32_cannot_hold_is_refused(name: str, value: float) -> None:
         {"top_p": 1.0, "typical_p": 1.0, "top_k": 0, "min_p": 0.0},
         {"watermark": False, "decoder_input_details": False, "adapter_id": "", "logit_bias": {}},
         {"logit_bias": []},
+        {"logit_bias": {"5": 0.0}},
         {"stop": [], "stop_token_ids": [], "top_n_tokens": 0},
     ],
 )
@@ -150,15 +161,40 @@ def test_who_samples(values: dict[str, Any], native: bool, chat: bool) -> None:
     assert is_sampling(parameters, CHAT) is chat
 
 
+PROCESSORS: dict[str, Any] = {
+    "repetition_penalty": 1.1,
+    "frequency_penalty": -0.5,
+    "presence_penalty": 2.0,
+    "watermark": True,
+    "logit_bias": {"5": -100.0, "299": 0.5, "07": 100.0},
+}
+BIAS = ((5, -100.0), (299, 0.5), (7, 100.0))
+
+
 @pytest.mark.fault("TGI#1439")
+@pytest.mark.fault("TGI#2869")
 def test_sampling_values_reach_the_shard() -> None:
-    parameters = GenerateParameters(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, seed=2**64 - 1)
+    warpers = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8}
+    parameters = GenerateParameters(seed=2**64 - 1, **warpers, **PROCESSORS)
     check_parameters(parameters, NATIVE, LIMITS)
-    expected = Sampling(
-        do_sample=True, temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, seed=2**64 - 1, raw_logprobs=False
-    )
+    expected = Sampling(do_sample=True, seed=2**64 - 1, **{**warpers, **PROCESSORS, "logit_bias": BIAS})
     assert sampling_of(parameters, NATIVE, LIMITS, lambda: 9) == expected
     assert sampling_of(parameters, CHAT, LIMITS, lambda: 9).raw_logprobs
+
+
+@pytest.mark.parametrize("door", [NATIVE, CHAT])
+def test_what_moves_the_best_token_holds_for_greedy_requests_and_leaves_them_greedy(door: Door) -> None:
+    parameters = GenerateParameters(**PROCESSORS, temperature=0.0 if door is CHAT else None)
+    check_parameters(parameters, door, LIMITS)
+    expected = Sampling(seed=9, raw_logprobs=door.raw_logprobs, **{**PROCESSORS, "logit_bias": BIAS})
+    assert sampling_of(parameters, door, LIMITS, lambda: 9) == expected
+    assert not expected.do_sample
+
+
+def test_a_tiny_repetition_penalty_cannot_overflow_the_logits() -> None:
+    parameters = GenerateParameters(repetition_penalty=1e-46)
+    check_parameters(parameters, NATIVE, LIMITS)
+    assert sampling_of(parameters, NATIVE, LIMITS, lambda: 9).repetition_penalty == MIN_REPETITION_PENALTY
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_none() -> None:

@@ -9,9 +9,11 @@ from tests.fakes.tokenizer import BOS_ID, byte_tokenizer, ids_of, unpacked
 from tgi.errors import ContextTooLong, InvalidRequest
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.door import CHAT, NATIVE, Door
+from tgi.router.validation.grammar import GrammarWish
 from tgi.router.validation.parameters import Limits
 from tgi.router.validation.request import ValidRequest
 from tgi.router.validation.validator import Validator, Wish, random_seed
+from tgi.shard_client.messages import Grammar
 from tgi.text.tokenizer import Encoding
 
 LIMITS = Limits(max_input_tokens=20, max_total_tokens=30, vocab_size=300)
@@ -99,3 +101,37 @@ def test_drawn_seeds_differ_and_are_u64() -> None:
     assert len(seeds) == 64
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert max(seeds) >= 2**60
+
+
+class Echo:
+    """Passes every grammar that is asked for."""
+
+    async def check(self, wish: GrammarWish) -> Grammar:
+        return Grammar(wish.kind, f"{wish.value} of {wish.param}")
+
+
+def validate_grammar(inputs: str, wish: GrammarWish | None, grammars: Echo | None, **values: Any) -> Grammar | None:
+    validator = Validator(AddsBos(), LIMITS, TOKENIZER.vocab_size, grammars=grammars)
+    asked = Wish(inputs, GenerateParameters(**values), NATIVE, grammar=wish)
+    return asyncio.run(validator.validate(asked)).grammar
+
+
+REGEX = {"type": "regex", "value": "a"}
+
+
+@pytest.mark.row("A: grammar")
+def test_a_grammar_comes_from_the_door_or_from_the_parameters() -> None:
+    wish = GrammarWish("lark", "x", "tools")
+    assert validate_grammar("a", None, Echo()) is None
+    assert validate_grammar("a", None, Echo(), grammar=REGEX) == Grammar("regex", "a of grammar")
+    assert validate_grammar("a", wish, Echo(), grammar=REGEX) == Grammar("lark", "x of tools")
+
+
+def test_without_grammar_support_a_grammar_is_refused_last() -> None:
+    with pytest.raises(InvalidRequest, match=r"^grammar is not supported$") as caught:
+        validate_grammar("a", GrammarWish("regex", "a", "response_format"), None)
+    assert caught.value.param == "response_format"
+    with pytest.raises(ContextTooLong):
+        validate_grammar("a" * 50, None, None, grammar=REGEX)
+    with pytest.raises(InvalidRequest, match="must be one of `json`"):
+        validate_grammar("a", None, Echo(), grammar={"type": "xml", "value": ""})

@@ -8,6 +8,7 @@ import torch
 from tests.fakes.tiny_model import write_tiny_llama
 from tests.fakes.tiny_shard import TinyShard
 from tgi.enums import EndReason
+from tgi.server.engine.plan import PrefillBudget
 from tgi.shard_client.messages import Sampling
 
 PROMPTS = [[5], [7, 8, 9], list(range(10, 50)), [300, 20, 20, 20, 20], list(range(100, 230)), [44, 45] * 9]
@@ -83,6 +84,50 @@ def test_launching_ahead_changes_nothing(model_path: Path, shard: TinyShard) -> 
     plain = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=2)
     overlapped = ahead.run([ahead.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=2)
     assert [answer.ids for answer in overlapped] == [answer.ids for answer in plain]
+
+
+CONTROLS = [
+    Sampling(do_sample=True, seed=1, repetition_penalty=1.4, typical_p=0.9),
+    Sampling(do_sample=True, seed=2, frequency_penalty=1.2, presence_penalty=0.8, top_p=0.9, raw_logprobs=True),
+    Sampling(do_sample=True, seed=3, watermark=True, logit_bias=((20, 3.0), (44, -100.0)), min_p=0.01),
+    Sampling(repetition_penalty=1.7),
+    Sampling(presence_penalty=2.0, logit_bias=((3, 1.0),), watermark=True),
+    Sampling(do_sample=True, seed=6, temperature=0.7, top_k=40, repetition_penalty=1.1, frequency_penalty=0.3),
+]
+
+
+@pytest.mark.row("E: Sampling and seed semantics")
+def test_every_control_gives_the_same_alone_together_in_chunks_ahead_and_resumed(
+    model_path: Path, shard: TinyShard
+) -> None:
+    shard.reset()
+    requests = list(zip(PROMPTS, CONTROLS, strict=True))
+    alone = [shard.run([shard.admit(prompt, NEW, sampling=how)])[0].ids for prompt, how in requests]
+    for stagger in (0, 3):
+        together = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=stagger)
+        assert [answer.ids for answer in together] == alone
+    ahead = TinyShard(model_path, depth=2, budget=PrefillBudget(alone=16, beside_decode=16, chunked=True))
+    # Rows end in turn while others run ahead: one result of each is dropped, and its slot goes to whoever comes next.
+    first = ahead.run([ahead.admit([9] * 3, 2 + index, sampling=how) for index, how in enumerate(CONTROLS)])
+    assert all(answer.end is EndReason.LENGTH for answer in first)
+    overlapped = ahead.run([ahead.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=1)
+    assert [answer.ids for answer in overlapped] == alone
+    shard.reset()
+    for known in (1, 11):
+        resumed = shard.run(
+            [
+                shard.admit(prompt, NEW, sampling=how, generated=ids[:known])
+                for (prompt, how), ids in zip(requests, alone)
+            ]
+        )
+        assert [answer.ids for answer in resumed] == [ids[known:] for ids in alone]
+
+
+def test_a_penalty_breaks_the_loop_of_a_greedy_answer(shard: TinyShard) -> None:
+    shard.reset()
+    answers = shard.run([shard.admit([20] * 9, 40), shard.admit([20] * 9, 40, sampling=Sampling(presence_penalty=2.0))])
+    free, held = (len(set(answer.ids)) for answer in answers)
+    assert held > free
 
 
 def test_ends_are_banned_before_min_new_tokens(shard: TinyShard) -> None:

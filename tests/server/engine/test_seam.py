@@ -78,13 +78,14 @@ def run(block_size: int, lag: int, depth: int, seed: int, window: int, operation
         longest_prompt=max(40, 2 * block_size),
         longest_answer=max(70, block_size // 2),
         operations=operations if block_size < 64 else operations // 2,
-        prompt_logprobs=0.0,
     )
     shard = EngineUnderTest(load, lag, depth)
     drive(
         shard,
         shard.renew_cache,
-        lambda prompt, count: expected_ids(ids_of(prompt), count, 0, VOCAB_SIZE),
+        lambda request: expected_ids(
+            ids_of(request.prompt_ids), request.stopping.max_new_tokens, request.sampling.seed, VOCAB_SIZE
+        ),
         load,
         seed,
     )

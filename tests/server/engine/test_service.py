@@ -3,10 +3,13 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fakes.device import FakeDevice
+from tests.fakes.masks import HANG_S, GatedCompiler
+from tests.fakes.tiny_model import EOS_ID, write_tiny_llama
 from tgi.enums import Phase
 from tgi.errors import StartupError
 from tgi.server.batch.step import StepPlan
@@ -15,7 +18,19 @@ from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.engine.service import NotWarm, Shard
-from tgi.shard_client.messages import Admit, Command, Health, Sampling, Stopping, WarmupRequest, WarmupResult
+from tgi.server.grammar.compiler import Compiler
+from tgi.server.grammar.vocabulary import read_vocabulary
+from tgi.shard_client.messages import (
+    Admit,
+    Command,
+    Grammar,
+    Health,
+    Sampling,
+    Step,
+    Stopping,
+    WarmupRequest,
+    WarmupResult,
+)
 
 BLOCK = 4
 REQUEST = WarmupRequest(max_batch_prefill_tokens=64, max_rows=4)
@@ -65,11 +80,11 @@ class Watched(FakeDevice):
 
 
 class Running:
-    def __init__(self) -> None:
+    def __init__(self, compiler: Compiler | None = None) -> None:
         self.liveness = Noticed()
         self.loop = Loop(self.liveness)
         self.device = Watched(self.liveness)
-        self.shard = Shard(None, self.device, WarmUp(), self.loop, self.liveness)  # type: ignore[arg-type]
+        self.shard = Shard(None, self.device, WarmUp(), self.loop, self.liveness, compiler)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
 
@@ -105,3 +120,27 @@ def test_a_step_by_hand_may_take_as_long_as_its_tokens_need(running: Running) ->
     assert first > 20 * 10 * 2.0
     assert 20 * 2.0 < second < 20 * 10
     assert running.liveness.idle.wait(20)
+
+
+def test_a_step_by_hand_waits_for_grammars_and_the_loop_does_not(tmp_path: Path) -> None:
+    compiler = GatedCompiler(read_vocabulary(write_tiny_llama(tmp_path / "tiny"), 512))
+    running = Running(compiler)
+    steps: list[Step | None] = []
+    try:
+        with pytest.raises(StartupError):
+            running.shard.warmup(REQUEST)
+        running.shard.warmup(REQUEST)
+        stopping = Stopping(5, eos_ids=(EOS_ID,))
+        blocks = array("I", [1, 2]).tobytes()
+        admit = Admit(1, b"\5\0\0\0", b"", 0, blocks, Sampling(), stopping, grammar=Grammar("regex", "[a-c]{3}"))
+        caller = threading.Thread(target=lambda: steps.append(running.shard.step_by_hand(Command(admit=[admit]), [1])))
+        caller.start()
+        assert compiler.entered.wait(HANG_S)
+        assert running.loop.call(lambda: running.loop.engine and running.loop.engine.step_number) == 0
+        compiler.gate.set()
+        caller.join(HANG_S)
+        assert [list(step.handles) for step in steps if step is not None] == [[1]]
+    finally:
+        compiler.gate.set()
+        running.loop.stop()
+        running.thread.join(20)

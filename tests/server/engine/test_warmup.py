@@ -1,10 +1,27 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from tests.fakes.tiny_model import write_tiny_llama
+from tests.fakes.tiny_shard import TinyShard
 from tgi.errors import StartupError
+from tgi.server.engine.device import Chosen, PromptScores
+from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.plan import PrefillBudget
-from tgi.server.engine.warmup import prefill_budget, size_cache
+from tgi.server.engine.warmup import EVERYTHING, SCORED_TOPS, WarmUp, prefill_budget, size_cache
+from tgi.server.ops.sampling import (
+    FLAG_BIASED,
+    FLAG_PENALISED,
+    FLAG_RAW,
+    FLAG_SAMPLED,
+    FLAG_TYPICAL,
+    FLAG_WATERMARK,
+)
+from tgi.server.platforms.detect import detect
+from tgi.server.resolve import ServeArgs, resolve
 from tgi.shard_client.messages import WarmupRequest
 
 MIB = 1 << 20
@@ -53,3 +70,26 @@ def test_a_slow_machine_reads_prompts_in_steps_of_a_second() -> None:
     assert prefill_budget(4096, 2000, 40_000.0, True) == PrefillBudget(alone=4096, beside_decode=2000, chunked=True)
     assert prefill_budget(512, 2000, 40_000.0, True) == PrefillBudget(alone=512, beside_decode=512, chunked=True)
     assert prefill_budget(4096, 186, 930.0, False) == PrefillBudget(alone=4096, beside_decode=4096, chunked=False)
+
+
+def test_the_worst_step_uses_whatever_takes_memory(tmp_path: Path) -> None:
+    """Every control, and prompt logprobs with alternatives: what a step may need is found before the cache is sized."""
+    shard = TinyShard(write_tiny_llama(tmp_path / "tiny"))
+    scored: list[PromptScores | None] = []
+    device = LeaderDevice(shard.runner, [])
+    collect = device.collect
+
+    def noting(launched: object) -> Chosen:
+        chosen = collect(launched)
+        scored.append(chosen.prompt_scores)
+        return chosen
+
+    device.collect = noting
+    config = resolve(ServeArgs(model_id="m"), tmp_path, detect(), {"ATTENTION": "cpu"})
+    WarmUp(device, config, detect(), 512)._prompts(4, 20, 2, EVERYTHING, scored=True)
+    assert scored[0] is not None
+    assert scored[0].top_ids.shape == (4 * 19, SCORED_TOPS)
+    state = shard.runner._state
+    assert state is not None
+    every = FLAG_SAMPLED | FLAG_RAW | FLAG_TYPICAL | FLAG_PENALISED | FLAG_BIASED | FLAG_WATERMARK
+    assert state.flags(np.arange(1, 5), np.full(4, 20)) == every

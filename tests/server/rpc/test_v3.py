@@ -20,7 +20,7 @@ from tgi.proto.v3 import generate_pb2_grpc as rpc
 from tgi.server.engine.service import StreamIsOpen
 from tgi.server.rpc.interceptors import ErrorInterceptor
 from tgi.server.rpc.v3 import V3Service
-from tgi.shard_client.messages import Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
+from tgi.shard_client.messages import Command, Health, Sampling, ShardInfo, Step, WarmupRequest, WarmupResult
 
 LIVENESS_ID = 2**64 - 1
 BLOCK = 4
@@ -440,6 +440,22 @@ def test_a_row_samples_when_any_parameter_asks_for_it(
     assert sent.repetition_penalty >= 1
     text = response.generations[0].generated_text
     assert (text.HasField("seed"), text.seed) == (samples, (2**64 - 1) * samples)
+
+
+def test_every_control_reaches_the_engine(stub: Any, engine: ScriptedEngine) -> None:
+    parameters = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "typical_p": 0.25,
+        "do_sample": True,
+        "seed": 9,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "watermark": True,
+    }
+    prefill(stub, 1, request(1, max_new=1, parameters=parameters))
+    assert engine.commands[-1].admit[0].sampling == Sampling(**parameters)
 
 
 def test_grammar_adapter_and_ends_reach_the_engine(stub: Any, engine: ScriptedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,7 @@ from tests.fakes.tiny_model import write_tiny_llama
 from tests.fakes.tiny_shard import TinyShard
 from tests.fakes.tokenizer import unpacked
 from tgi.enums import Phase
+from tgi.errors import GenerationFailed
 from tgi.proto.v3 import generate_pb2 as pb
 from tgi.server.rpc.v3 import V3Service
 from tgi.shard_client.messages import Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
@@ -29,6 +31,7 @@ class ByHand:
 
     def __init__(self, shard: TinyShard) -> None:
         self._engine = shard.engine
+        self._masks = shard.masks
         size = shard.block_size
         self.warm: WarmupResult | None = WarmupResult(
             2047, 2048, (shard.num_blocks - 1) * size, shard.num_blocks, size, shard.engine.table.max_rows
@@ -47,6 +50,8 @@ class ByHand:
         self, command: Command, handles: Sequence[int], chunk_lens: Mapping[int, int] | None = None
     ) -> Step | None:
         self._engine.apply(command)
+        rows = self._engine.rows_under_grammar(handles)
+        assert self._masks is None or self._masks.wait(rows, 20)
         return self._engine.step(handles, chunk_lens) if handles else None
 
 
@@ -57,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shard(model: Path) -> TinyShard:
-    return TinyShard(model)
+    return TinyShard(model, grammars=True)
 
 
 @pytest.fixture
@@ -107,6 +112,40 @@ def test_the_same_tokens_as_the_engine_by_itself(service: V3Service, shard: Tiny
     for index, ids in enumerate(expected):
         assert texts[index].text == tokenizer.decode(ids)
         assert texts[index].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "pattern"),
+    [
+        (pb.GRAMMAR_TYPE_REGEX, "[a-f]{3,8}", "[a-f]{3,8}"),
+        (pb.GRAMMAR_TYPE_JSON, '{"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3}', r"\[[ 12,]*\]"),
+    ],
+)
+def test_a_grammar_holds_and_its_end_is_the_answers(
+    service: V3Service, kind: pb.GrammarType, source: str, pattern: str
+) -> None:
+    parameters = pb.NextTokenChooserParameters(do_sample=True, seed=4, grammar=source, grammar_type=kind)
+    asked = [request(1, "1 2 3", 60, parameters=parameters), request(2, "1 2 3")]
+    response: pb.PrefillResponse | pb.DecodeResponse = service.Prefill(
+        pb.PrefillRequest(batch=pb.Batch(id=1, requests=asked)), NO_CONTEXT
+    )
+    texts: dict[int, pb.GeneratedText] = {}
+    while True:
+        assert response.generations
+        texts |= {one.request_id: one.generated_text for one in response.generations if one.HasField("generated_text")}
+        if not response.HasField("batch"):
+            break
+        response = service.Decode(pb.DecodeRequest(batches=[pb.CachedBatch(id=1)]), NO_CONTEXT)
+    assert re.fullmatch(pattern, texts[1].text.removesuffix("</s>").removesuffix("<|im_end|>")), texts[1].text
+    assert texts[1].finish_reason == pb.FINISH_REASON_EOS_TOKEN
+    assert texts[2].generated_tokens == MAX_NEW
+
+
+def test_a_broken_grammar_fails_its_call_and_leaves_nothing(service: V3Service) -> None:
+    parameters = pb.NextTokenChooserParameters(grammar="a(", grammar_type=pb.GRAMMAR_TYPE_REGEX)
+    batch = pb.Batch(id=1, requests=[request(1, "1 2 3", parameters=parameters), request(2, "1 2 3")])
+    with pytest.raises(GenerationFailed, match="request 1: grammar is not valid"):
+        service.Prefill(pb.PrefillRequest(batch=batch), NO_CONTEXT)
 
 
 def test_the_liveness_probe_passes_while_every_block_is_taken(service: V3Service, shard: TinyShard) -> None:

@@ -59,7 +59,7 @@ def test_words_of_tokens_on_both_paths(seed, position):
         expected.append(plain_philox(counter, [seed & LOW, (seed >> 32) & LOW])[token % 4])
     assert token_words(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0].tolist() == expected
     words = np.zeros(28, np.int64)
-    kernel._philox(np.uint64(position), np.uint64(seed & (2**64 - 1)), 0, 7, words)
+    kernel._philox(np.uint64(position), np.uint64(seed & (2**64 - 1)), np.uint64(0), 0, 7, words)
     assert words[:vocab_size].tolist() == expected
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from tests.server.sampling.requests import MIXED, logits_like_a_models
-from tgi.server.sampling.sampler import SampleOutput, sample
+from tests.server.sampling.requests import MIXED, choose, logits_like_a_models
+from tgi.server.sampling.sampler import SampleOutput
 from tgi.server.sampling.state import SamplingState
 from tgi.shard_client.messages import Sampling
 
@@ -27,14 +26,12 @@ def make_state(samplings: list[Sampling], vocab_size: int, path: str = "fused") 
     return state
 
 
-def run(logits, samplings, positions=None, path="fused", top_n=0, greedy_only=None) -> SampleOutput:
+def run(logits, samplings, positions=None, path="fused", top_n=0) -> SampleOutput:
     state = make_state(samplings, logits.shape[1], path)
     rows = torch.arange(len(samplings))
     if positions is None:
         positions = torch.arange(len(samplings)) + 10
-    if greedy_only is None:
-        greedy_only = state.is_greedy(rows.numpy())
-    return sample(logits, rows, positions, state, greedy_only, top_n)
+    return choose(state, logits, rows, positions, top_n)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 64, 1003, 12_345])
@@ -74,7 +71,7 @@ def test_greedy_takes_the_first_of_the_best_and_its_logprob(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_greedy_rows_are_the_same_beside_sampled_ones(path):
     logits = logits_like_a_models(2, 1003)
-    alone = run(logits[:1], [Sampling()], path=path, greedy_only=True)
+    alone = run(logits[:1], [Sampling()], path=path)
     beside = run(logits, [Sampling(), Sampling(do_sample=True)], path=path)
     assert beside.ids[0] == alone.ids[0]
     torch.testing.assert_close(beside.logprobs[0], alone.logprobs[0])
@@ -88,7 +85,7 @@ def test_a_choice_depends_on_seed_position_and_logits_alone(path):
     together = run(logits, MIXED, path=path)
     order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(4))
     state = make_state(MIXED, vocab_size, path)
-    shuffled = sample(logits[order], order, order + 10, state, False)
+    shuffled = choose(state, logits[order], order, order + 10)
     assert torch.equal(shuffled.ids, together.ids[order])
     for row, sampling in enumerate(MIXED):
         # Alone, in another row, after another request has had the row.
@@ -98,7 +95,7 @@ def test_a_choice_depends_on_seed_position_and_logits_alone(path):
         state.add(33, Sampling(do_sample=True, seed=99, top_k=2))
         state.remove(33)
         state.add(33, sampling)
-        alone = sample(logits[row : row + 1], torch.tensor([33]), torch.tensor([row + 10]), state, False)
+        alone = choose(state, logits[row : row + 1], torch.tensor([33]), torch.tensor([row + 10]))
         assert alone.ids[0] == together.ids[row]
 
 
@@ -214,7 +211,3 @@ def test_requests_with_other_seeds_do_not_repeat_each_other():
     logits = torch.zeros(32, 1000)
     output = run(logits, [Sampling(do_sample=True, seed=seed) for seed in range(32)], torch.full((32,), 5))
     assert len(set(output.ids.tolist())) > 28
-
-
-def test_host_numbers_stand_for_device_rows():
-    assert make_state(MIXED, 10).is_greedy(np.array([0, 7]))

@@ -187,7 +187,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., source: _Optional[str] = ..., begins_at: _Optional[int] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("handle", "prompt_ids", "generated_ids", "cached_len", "blocks", "priority", "sampling", "stopping", "top_n", "prompt_logprobs", "adapter_id", "adapter_load", "grammar", "traceparent")
+    __slots__ = ("handle", "prompt_ids", "generated_ids", "cached_len", "blocks", "priority", "sampling", "stopping", "top_n", "prompt_logprobs", "adapter_id", "adapter_load", "grammar", "traceparent", "prompt_top_n")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class Admit(_message.Message):
     ADAPTER_LOAD_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_N_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt_ids: bytes
     generated_ids: bytes
@@ -216,7 +217,8 @@ class Admit(_message.Message):
     adapter_load: int
     grammar: Grammar
     traceparent: str
-    def __init__(self, handle: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., generated_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., blocks: _Optional[bytes] = ..., priority: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., adapter_id: _Optional[str] = ..., adapter_load: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    prompt_top_n: int
+    def __init__(self, handle: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., generated_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., blocks: _Optional[bytes] = ..., priority: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., top_n: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., adapter_id: _Optional[str] = ..., adapter_load: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., prompt_top_n: _Optional[int] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("handle", "index", "token_ids", "logprobs")
@@ -231,14 +233,18 @@ class TopTokens(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
-    __slots__ = ("handle", "first_position", "logprobs")
+    __slots__ = ("handle", "first_position", "logprobs", "top_ids", "top_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     first_position: int
     logprobs: bytes
-    def __init__(self, handle: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, handle: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("handle", "code", "message")

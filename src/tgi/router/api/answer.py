@@ -1,15 +1,19 @@
-"""Waiting for whole answers, and noticing meanwhile that the client has gone."""
+"""Whole answers: waiting for them, noticing meanwhile that the client has gone, choosing the best, rendering them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf, isnan
 
 from starlette.requests import Request
 
 from tgi.router.api.errors import ClientGone
 from tgi.router.infer import Call, Collector
 from tgi.router.validation.request import ValidRequest
+
+LONG_ANSWER = 512
+"""Tokens. What has more is rendered beside the event loop: it may take more than a millisecond."""
 
 
 async def collect(request: Request, call: Call, valids: Sequence[ValidRequest]) -> list[Collector]:
@@ -28,8 +32,19 @@ async def collect(request: Request, call: Call, valids: Sequence[ValidRequest]) 
         raise ClientGone
     finally:
         watch.cancel()
-        answered.cancel()
-        call.cancel()
+        call.cancel()  # no event follows: what still waits for one is forgotten
+
+
+def mean_logprob(collector: Collector) -> float:
+    """By which the best of several answers is chosen."""
+    mean = sum(event.logprob for event in collector.events) / len(collector.events)
+    return -inf if isnan(mean) else mean
+
+
+async def rendered(make: Callable[[], bytes], collectors: Sequence[Collector]) -> bytes:
+    """What `make` makes of complete answers; it must not touch anything else that changes."""
+    num_tokens = sum(len(collector.events) + len(collector.prompt_tokens) for collector in collectors)
+    return await asyncio.to_thread(make) if num_tokens > LONG_ANSWER else make()
 
 
 async def _disconnect(request: Request) -> None:

@@ -1,4 +1,7 @@
-"""Request body -> msgspec struct, refused with TGI's statuses and texts: 415, then 413, then 400, then 422."""
+"""Request body -> msgspec struct, refused with TGI's statuses and texts: 415, then 413, then 400, then 422.
+
+A body is read once per request, whoever asks: a route that looks into it hands it on to the one that answers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from tgi.router.api.errors import BodyRefused, ClientGone
 T = TypeVar("T")
 
 _PATH = re.compile(r"^(?P<reason>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing field `([^`]+)`")
+
+
+BODY = "tgi.body"
+"""Scope key of a request's bytes, once they have been read."""
 
 
 class BodyReader(Generic[T]):
@@ -23,15 +31,42 @@ class BodyReader(Generic[T]):
 
     async def read(self, request: Request, limit: int) -> T:
         """Raises BodyRefused; ClientGone when the client hangs up before its body is complete. `limit` in bytes."""
-        if not _is_json(request.headers.get("content-type", "")):
-            raise BodyRefused(415, "Expected request with `Content-Type: application/json`")
-        body = await _read_up_to(request, limit)
+        return self.decode(await read_bytes(request, limit))
+
+    def decode(self, body: bytes | msgspec.Raw, where: str = "") -> T:
+        """Raises BodyRefused. `where`: the place of `body` in the request, where it is a part of it."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise BodyRefused(422, _wrong_shape(str(error))) from error
+            raise wrong_shape(str(error), where) from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise BodyRefused(400, f"Failed to parse the request body as JSON: {error}") from error
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The whole body, said to be JSON. Raises as `BodyReader.read` does."""
+    body = request.scope.get(BODY)
+    if body is None:
+        if not _is_json(request.headers.get("content-type", "")):
+            raise BodyRefused(415, "Expected request with `Content-Type: application/json`")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise BodyRefused(415, f"Expected a body that is not compressed. Given: `Content-Encoding: {coding}`")
+        body = request.scope[BODY] = await _read_up_to(request, limit)
+    return body
+
+
+def wrong_shape(message: str, where: str = "") -> BodyRefused:
+    """msgspec says "reason - at `$.path`"; TGI puts the path first and calls what is not there a missing field."""
+    message = message.replace("Object missing required field", "missing field")
+    found = _PATH.match(message)
+    path = found["path"] if found else ""
+    place = f"{where}.{path}" if where and path else where or path
+    missing = _MISSING.search(message)
+    param = ".".join(filter(None, (place, missing and missing[1])))
+    detail = f"{place}: {found['reason'] if found else message}" if place else message
+    text = f"Failed to deserialize the JSON body into the target type: {detail}"
+    return BodyRefused(422, text, param or None)
 
 
 async def _read_up_to(request: Request, limit: int) -> bytes:
@@ -57,11 +92,3 @@ async def _read_up_to(request: Request, limit: int) -> bytes:
 def _is_json(content_type: str) -> bool:
     media = content_type.partition(";")[0].strip().lower()
     return media == "application/json" or (media.startswith("application/") and media.endswith("+json"))
-
-
-def _wrong_shape(message: str) -> str:
-    """msgspec says "reason - at `$.path`"; TGI puts the path first and calls what is not there a missing field."""
-    message = message.replace("Object missing required field", "missing field")
-    found = _PATH.match(message)
-    detail = f"{found['path']}: {found['reason']}" if found and found["path"] else message
-    return f"Failed to deserialize the JSON body into the target type: {detail}"

@@ -1,10 +1,11 @@
-"""Exception -> status and JSON: the only such table. TGI's flat body on its own routes, OpenAI's object on /v1."""
+"""Exception -> status and JSON: the only such table. TGI's flat body on its own routes, OpenAI's object on /v1, and
+Anthropic's on /v1/messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,26 +19,46 @@ from tgi.errors import (
     Overloaded,
     TemplateFailed,
     TgiError,
+    ToolFailed,
     Unavailable,
 )
+from tgi.router.api.middleware import request_id_of
 from tgi.router.schema.info import NativeError, OpenAIError, OpenAIErrorObject
+from tgi.router.schema.messages import AnthropicError, AnthropicErrorObject
 
 CLIENT_GONE = 499
+
+REQUEST_ID_HEADER = "request-id"
+"""Anthropic's name for the label of a request, on its routes beside ours."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class BodyRefused(Exception):
-    """The body could not be read as what the route takes. `text` is plain text in TGI's words."""
+    """The body could not be read as what the route takes. `text` is plain text in TGI's words, `param` the place."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, param: str | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.text = text
+        self.param = param
 
 
 class ClientGone(Exception):
     """The client hung up before its answer was ready. Nobody reads what we answer."""
+
+
+class Refused(InvalidRequest):
+    """What one route alone refuses, in a text and with a TGI `error_type` of its own."""
+
+    def __init__(
+        self, message: str, error_type: str, param: str | None = None, code: str | None = None, status: int = 422
+    ) -> None:
+        """`status` as on TGI's routes."""
+        super().__init__(message, param)
+        self.error_type = error_type
+        self.code = code
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +113,21 @@ def openai_response(error: TgiError) -> Response:
     return _json(fault.status_on_v1, _openai_body(fault), fault.headers)
 
 
+def anthropic_body(error: TgiError, request_id: str) -> bytes:
+    """Also the data of an event of a stream."""
+    return _anthropic_body(fault_of(error), request_id)
+
+
+def anthropic_response(error: TgiError, request_id: str) -> Response:
+    return _anthropic_response(fault_of(error), request_id)
+
+
 def is_openai(request: Request) -> bool:
     return request.scope["path"].startswith("/v1/")
+
+
+def is_anthropic(request: Request) -> bool:
+    return f"{request.scope['path']}/".startswith("/v1/messages/")
 
 
 # Handlers for the application; coroutines, since Starlette would run plain functions in a thread.
@@ -101,7 +135,7 @@ def is_openai(request: Request) -> bool:
 
 async def on_tgi_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TgiError)
-    return openai_response(error) if is_openai(request) else native_response(error)
+    return _v1_response(request, fault_of(error)) if is_openai(request) else native_response(error)
 
 
 async def on_body_refused(request: Request, error: Exception) -> Response:
@@ -109,8 +143,9 @@ async def on_body_refused(request: Request, error: Exception) -> Response:
     if not is_openai(request):
         return PlainTextResponse(error.text, error.status)
     status = 400 if error.status == 422 else error.status
-    fault = Fault(status, error.text, "validation", "invalid_request_error", code=_code(error.status))
-    return _json(status, _openai_body(fault))
+    code = _CODES.get(error.status)
+    fault = Fault(status, error.text, "validation", "invalid_request_error", param=error.param, code=code)
+    return _v1_response(request, fault)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -119,8 +154,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if not is_openai(request):
         return Response(status_code=error.status_code, headers=error.headers)
     openai_type = "authentication_error" if error.status_code == 401 else "invalid_request_error"
-    fault = Fault(error.status_code, error.detail, "http", openai_type, code=_code(error.status_code))
-    return _json(error.status_code, _openai_body(fault), error.headers or {})
+    code = _CODES.get(error.status_code)
+    fault = Fault(error.status_code, error.detail, "http", openai_type, code=code, headers=error.headers or {})
+    return _v1_response(request, fault)
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
@@ -131,9 +167,18 @@ async def on_fault_of_ours(request: Request, error: Exception) -> Response:
     """A bug. The server logs it with its traceback; the client is told no more than that."""
     fault = Fault(500, "Internal server error", "internal")
     if is_openai(request):
-        return _json(500, _openai_body(fault))
+        return _v1_response(request, fault)
     return _json(500, _encode(NativeError(fault.message, fault.error_type)))
 
+
+# Of what no handler has refused; our own words, since those of http.HTTPStatus change with Python.
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_entity_too_large",
+    415: "unsupported_media_type",
+}
 
 HANDLERS = {
     TgiError: on_tgi_error,
@@ -145,20 +190,30 @@ HANDLERS = {
 
 
 def _fault_of_request(error: InvalidRequest) -> Fault:
+    if isinstance(error, Refused):
+        return Fault(
+            error.status,
+            str(error),
+            error.error_type,
+            "invalid_request_error",
+            400 if error.status == 422 else None,
+            error.param,
+            error.code,
+        )
     if isinstance(error, TemplateFailed):
         text, error_type, code = f"Template error: {error}", "template_error", "template_error"
+    elif isinstance(error, ToolFailed):
+        text, error_type, code = f"Tool error: {error}", "tool_error", "tool_error"
     else:
         text, error_type = f"Input validation error: {error}", "validation"
         code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
     return Fault(422, text, error_type, "invalid_request_error", 400, error.param, code)
 
 
-def _code(status: int) -> str | None:
-    if status == 401:
-        return "invalid_api_key"
-    if status in (400, 422):
-        return None
-    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+def _v1_response(request: Request, fault: Fault) -> Response:
+    if is_anthropic(request):
+        return _anthropic_response(fault, request_id_of(request.scope))
+    return _json(fault.status_on_v1, _openai_body(fault), fault.headers)
 
 
 def _openai_body(fault: Fault, in_stream: bool = False) -> bytes:
@@ -174,6 +229,32 @@ def _openai_body(fault: Fault, in_stream: bool = False) -> bytes:
             ),
             fault.error_type,
         )
+    )
+
+
+# Anthropic has no status for a model that failed on one request: its clients try again after any of 500 or more.
+_ANTHROPIC_STATUSES = {424: 500}
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def _anthropic_response(fault: Fault, request_id: str) -> Response:
+    status = _ANTHROPIC_STATUSES.get(fault.status_on_v1, fault.status_on_v1)
+    return _json(status, _anthropic_body(fault, request_id), {**fault.headers, REQUEST_ID_HEADER: request_id})
+
+
+def _anthropic_body(fault: Fault, request_id: str) -> bytes:
+    status = fault.status_on_v1
+    default = "invalid_request_error" if status < 424 else "api_error"
+    # Agents look for these words, and shorten the conversation.
+    mark = "prompt is too long: " if fault.code == "context_length_exceeded" else ""
+    return _encode(
+        AnthropicError(AnthropicErrorObject(_ANTHROPIC_TYPES.get(status, default), mark + fault.message), request_id)
     )
 
 

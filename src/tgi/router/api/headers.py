@@ -1,4 +1,4 @@
-"""Headers of the generation routes: the trace that a request belongs to, and what an answer tells about itself."""
+"""Headers of the generation routes: what a request says in them, and what an answer tells about itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from math import floor
 
 from starlette.requests import Request
 
+from tgi.errors import InvalidRequest
 from tgi.router.backend import Finish
+
+PRIORITY = "x-tgi-priority"
 
 # W3C trace context; version ff is forbidden.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 
 
 def traceparent_of(request: Request) -> str:
@@ -19,29 +23,47 @@ def traceparent_of(request: Request) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
+def priority_of(request: Request, in_body: int | None) -> int | None:
+    """Higher goes first. The body's wins over the header's. Raises InvalidRequest for a header that is no i32."""
+    given = request.headers.get(PRIORITY)
+    if in_body is not None or given is None:
+        return in_body
+    priority = int(given) if _INTEGER.fullmatch(given.strip()) else None
+    if priority is None or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"the header `{PRIORITY}` must be an integer of 32 bits. Given: {given[:40]!r}", PRIORITY)
+    return priority
+
+
 def stream_headers(compute_type: str, characters: int) -> list[tuple[bytes, bytes]]:
     """`characters`: of the prompt as the client wrote it."""
     return [(b"x-compute-type", compute_type.encode()), (b"x-compute-characters", b"%d" % characters)]
 
 
-def answer_headers(compute_type: str, characters: int, finish: Finish) -> dict[str, str]:
-    """Times in whole milliseconds, except x-compute-time (seconds)."""
-    times = finish.times
-    total = times.finished - times.received
-    inference = times.finished - times.admitted
-    return {
+def answer_headers(compute_type: str, characters: int, *finishes: Finish) -> dict[str, str]:
+    """Of one answer, or of the answers to several prompts: the sums then, and no x-compute-time, as TGI does it.
+
+    Times in whole milliseconds, except x-compute-time (seconds).
+    """
+    totals = [finish.times.finished - finish.times.received for finish in finishes]
+    inferences = [finish.times.finished - finish.times.admitted for finish in finishes]
+    headers = {
         "x-compute-type": compute_type,
-        "x-compute-time": f"{total:.9f}",
+        "x-compute-time": f"{totals[0]:.9f}",
         "x-compute-characters": str(characters),
-        "x-total-time": _ms(total),
-        "x-validation-time": _ms(times.queued - times.received),
-        "x-queue-time": _ms(times.admitted - times.queued),
-        "x-inference-time": _ms(inference),
-        "x-time-per-token": _ms(inference / max(finish.num_generated, 1)),
-        "x-prompt-tokens": str(finish.num_prompt),
-        "x-generated-tokens": str(finish.num_generated),
+        "x-total-time": _ms(totals),
+        "x-validation-time": _ms([finish.times.queued - finish.times.received for finish in finishes]),
+        "x-queue-time": _ms([finish.times.admitted - finish.times.queued for finish in finishes]),
+        "x-inference-time": _ms(inferences),
+        "x-time-per-token": _ms(
+            [inference / max(finish.num_generated, 1) for inference, finish in zip(inferences, finishes)]
+        ),
+        "x-prompt-tokens": str(sum(finish.num_prompt for finish in finishes)),
+        "x-generated-tokens": str(sum(finish.num_generated for finish in finishes)),
     }
+    if len(finishes) > 1:
+        del headers["x-compute-time"]
+    return headers
 
 
-def _ms(seconds: float) -> str:
-    return str(floor(seconds * 1000))
+def _ms(seconds: list[float]) -> str:
+    return str(sum(floor(one * 1000) for one in seconds))

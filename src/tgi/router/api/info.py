@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi.router.api.errors import Refused
 from tgi.router.api.services import services_of
 from tgi.router.schema.info import Model, ModelList, NativeError
 
@@ -23,8 +23,9 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """One model of the list, by its id, which may hold slashes."""
-    if request.path_params["model_id"] not in (services_of(request).info.model_id, "tgi"):
-        raise HTTPException(404, f"The model `{request.path_params['model_id']}` does not exist")
+    asked = request.path_params["model_id"]
+    if asked not in (services_of(request).info.model_id, "tgi"):
+        raise Refused(f"The model `{asked}` does not exist", "not_found", "model", "model_not_found", 404)
     return _json(_model(request))
 
 
@@ -36,8 +37,15 @@ async def health(request: Request) -> Response:
 
 
 def _model(request: Request) -> Model:
-    model_id = services_of(request).info.model_id
-    return Model(model_id, "model", 0, model_id)
+    info = services_of(request).info
+    return Model(
+        id=info.model_id,
+        object="model",
+        created=0,
+        owned_by=info.model_id,
+        root=info.model_id,
+        max_model_len=info.max_total_tokens,
+    )
 
 
 def _json(value: msgspec.Struct) -> Response:

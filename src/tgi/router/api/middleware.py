@@ -13,6 +13,25 @@ RAW_SEND = "tgi.raw_send"
 """Scope key of the server's own `send`. Layers only care for the head of a response, so the events of a stream go past
 them: each layer would cost every token a coroutine."""
 
+REQUEST_ID = "tgi.request_id"
+"""Scope key of a request's label (bytes)."""
+
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-compute-type",
+    "x-compute-time",
+    "x-compute-characters",
+    "x-total-time",
+    "x-validation-time",
+    "x-queue-time",
+    "x-inference-time",
+    "x-time-per-token",
+    "x-prompt-tokens",
+    "x-generated-tokens",
+    "retry-after",
+)
+"""What a page of another origin may read of an answer's head, beside what every browser shows."""
+
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -29,6 +48,7 @@ class Edge:
         label = _header(scope, b"x-request-id")
         if label is None or not _LABEL.fullmatch(label):
             label = secrets.token_hex(12).encode()
+        scope[REQUEST_ID] = label
         scope[RAW_SEND] = send
 
         async def with_label(message: Message) -> None:
@@ -40,17 +60,29 @@ class Edge:
 
 
 class RequireKey:
-    """Refuses a request without `Authorization: Bearer <key>`. The scheme's case does not matter, the key's does."""
+    """Refuses a request without `Authorization: Bearer <key>` or, as Anthropic's clients send it, `x-api-key: <key>`.
+
+    The scheme's case does not matter, the key's does.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+        scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        if not self._opens(bearer) and not self._opens(_header(scope, b"x-api-key") or b""):
             raise HTTPException(401, "Incorrect API key: send it as `Authorization: Bearer <key>`", _CHALLENGE)
         await self._app(scope, receive, send)
+
+    def _opens(self, given: bytes) -> bool:
+        return hmac.compare_digest(given, self._key)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The label under which the client may speak of this request."""
+    return scope[REQUEST_ID].decode()
 
 
 _CHALLENGE = {"www-authenticate": "Bearer"}

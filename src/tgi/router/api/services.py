@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from tgi.observability.metrics import Metrics
 from tgi.router.api.sse import Pulse
 from tgi.router.chat.template import ChatTemplate
+from tgi.router.chat.tools import ToolTemplate
 from tgi.router.infer import Infer
 from tgi.router.schema.info import Info
 
@@ -31,11 +32,22 @@ class OffsetEncoder(Protocol):
     async def encode(self, text: str, add_special_tokens: bool = True, with_offsets: bool = False) -> Offsets: ...
 
 
+class Vocabulary(Protocol):
+    """Ids to text and bytes (`tgi.text.tokenizer`)."""
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     infer: Infer
     encoder: OffsetEncoder
+    vocabulary: Vocabulary
     template: ChatTemplate
+    tools: ToolTemplate
     metrics: Metrics
     pulse: Pulse
     info: Info

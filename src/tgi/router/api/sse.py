@@ -39,7 +39,7 @@ _CATCH_UP = 256
 class Frames(Protocol):
     """How one answer looks in a stream: every call gives the bytes of whole events, in the order of the answer."""
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
+    def prompt(self, tokens: Sequence[PromptToken]) -> None:
         """Before the first token, where the request asked for it."""
         ...
 
@@ -63,7 +63,7 @@ class _Answer:
         self._stream = stream
         self._frames = frames
 
-    def prompt(self, tokens: list[PromptToken]) -> None:
+    def prompt(self, tokens: Sequence[PromptToken]) -> None:
         self._frames.prompt(tokens)
 
     def token(self, event: TokenEvent) -> None:

@@ -1,18 +1,24 @@
-"""POST /tokenize: the tokens of a prompt and where they lie in its bytes."""
+"""POST /tokenize and /chat_tokenize: the tokens of a prompt and where they lie in its bytes."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi.router.api.body import BodyReader
-from tgi.router.api.services import services_of
+from tgi.router.api.chat_prompt import prepare_chat
+from tgi.router.api.services import OffsetEncoder, services_of
+from tgi.router.schema.chat import ChatRequest, ChatTokens
 from tgi.router.schema.generate import GenerateRequest, TokenSlice
+from tgi.router.validation.door import CHAT, NATIVE
 
 _body = BodyReader(GenerateRequest)
+_chat_body = BodyReader(ChatRequest)
+_encode = msgspec.json.Encoder().encode
 
 LONG_TEXT = 16_384
 """Characters. The answer for a longer text takes more than some milliseconds: it is made beside the event loop."""
@@ -22,17 +28,29 @@ async def tokenize(request: Request) -> Response:
     """Takes no permit. As in TGI, special tokens are added (empty text, place 0) and `truncate` does nothing."""
     services = services_of(request)
     body = await _body.read(request, services.payload_limit)
-    encoding = await services.encoder.encode(body.inputs, add_special_tokens=True, with_offsets=True)
+    return await _respond(services.encoder, body.inputs, NATIVE.add_special_tokens, lambda slices: slices)
+
+
+async def chat_tokenize(request: Request) -> Response:
+    """The prompt of a chat as the chat route makes it, and its tokens. Takes no permit."""
+    services = services_of(request)
+    body = await _chat_body.read(request, services.payload_limit)
+    text = (await prepare_chat(services, body)).text
+    add_special_tokens = body.add_special_tokens or CHAT.add_special_tokens
+    return await _respond(services.encoder, text, add_special_tokens, lambda slices: ChatTokens(slices, text))
+
+
+async def _respond(
+    encoder: OffsetEncoder, text: str, add_special_tokens: bool, answer: Callable[[list[TokenSlice]], object]
+) -> Response:
+    encoding = await encoder.encode(text, add_special_tokens, with_offsets=True)
     ids = memoryview(encoding.ids).cast("I").tolist()
-    if len(body.inputs) <= LONG_TEXT:
-        answer = _answer(body.inputs, ids, encoding.offsets)
-    else:
-        answer = await asyncio.to_thread(_answer, body.inputs, ids, encoding.offsets)
-    return Response(answer, media_type="application/json")
 
+    def make() -> bytes:
+        return _encode(answer(_slices(text, ids, encoding.offsets)))
 
-def _answer(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> bytes:
-    return msgspec.json.encode(_slices(text, ids, offsets))
+    body = make() if len(text) <= LONG_TEXT else await asyncio.to_thread(make)
+    return Response(body, media_type="application/json")
 
 
 def _slices(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[TokenSlice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PORTION = 16  # tokens; the least a row is given at a time, so that small blocks do not mean a grant per token
-SHARING_WORTH = 256  # tokens; a request waits for another's prefix only if it saves at least these
+SHARING_WORTH = 256  # tokens; a request waits for a stranger's prefix only if it saves at least these
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, TgiError
 from tgi.router.backend import Sink
@@ -25,7 +26,7 @@ from tgi.router.scheduling.prefix_wait import PrefixLeaders
 from tgi.router.scheduling.queue import WaitingQueue
 from tgi.router.scheduling.stats import Method, SchedulerStats
 from tgi.router.scheduling.step_handler import StepHandler
-from tgi.router.validation.request import ValidRequest
+from tgi.router.validation.request import Siblings, ValidRequest
 from tgi.shard_client.messages import Admit, Command, Opening, Step
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class SchedulerCore:
         self._steps = StepHandler(self.rows, vocabulary, self.stats, clock, self._leave, self._fail)
         self._leaders = PrefixLeaders(config.block_size)
         self._gate = PrefillGate(config.waiting_served_ratio, config.max_waiting_tokens)
+        self._found_by_first: WeakKeyDictionary[Siblings, int] = WeakKeyDictionary()  # cached tokens
         self._next_sequence = 0
         # Of the present stream; None while there is none.
         self._opening: Opening | None = None
@@ -124,6 +126,8 @@ class SchedulerCore:
         if timeout is None:
             return
         for entry in self.queue.overdue(self._clock() - timeout):
+            if entry.request.siblings in self._found_by_first:
+                continue  # a sibling has begun: the request as a whole no longer waits in the queue
             self._fail(entry, Overloaded(f"the request waited in the queue for more than {timeout:g} s"), False)
 
     def fail_all(self, error: TgiError) -> None:
@@ -172,11 +176,10 @@ class SchedulerCore:
             self.stats.inference_failure["decode"] += 1
         if not keep_memory:
             self._kv_epoch = None
-        for entry in list(self.rows):
+        lost = list(self.rows)
+        for entry in lost:
             entry.barren_losses += 1
             self._requeue(entry, tell_shard=False, keep_memory=keep_memory)
-            if entry.barren_losses > MAX_BARREN_LOSSES:
-                self._fail(entry, GenerationFailed("the model server died repeatedly while it ran this"), False)
         if not keep_memory:
             self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
         self._opening = None
@@ -184,6 +187,9 @@ class SchedulerCore:
         # What was decided and not yet said names handles and blocks of the stream that is gone.
         self._cancel, self._grow, self._admit = [], [], []
         self._update_gauges()
+        for entry in lost:  # when all are back in the queue: who fails takes its siblings along
+            if entry.barren_losses > MAX_BARREN_LOSSES:
+                self._fail(entry, GenerationFailed("the model server died repeatedly while it ran this"), False)
 
     def handle_step(self, step: Step) -> None:
         for _ in self.step_work(step):
@@ -272,10 +278,16 @@ class SchedulerCore:
         assert entry.allocation is not None
         if entry.admitted_at is None:
             entry.admitted_at = self._clock()
-            entry.cached_len = entry.allocation.cached_len
+            entry.cached_len = self._cached_before(entry)
             self.stats.prompt_tokens += entry.num_prompt
-            self.stats.cached_tokens += entry.cached_len
+            self.stats.cached_tokens += entry.allocation.cached_len
         self._admit.append(entry.admit_message(self._eos_ids))
+
+    def _cached_before(self, entry: Entry) -> int:
+        """Tokens of its prompt that were cached before its request came: those that the first of siblings found."""
+        assert entry.allocation is not None
+        found, siblings = entry.allocation.cached_len, entry.request.siblings
+        return found if siblings is None else self._found_by_first.setdefault(siblings, found)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from tgi.router.backend import PromptToken, Sink, Times
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.packed import ID_BYTES
 from tgi.router.scheduling.budget import SHARING_WORTH
+from tgi.router.scheduling.prompt_tokens import PromptTokens, Tops
 from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Admit, PromptLogprobs, Stopping
 
@@ -74,6 +75,7 @@ class Entry:
         "_cancel",
         "_prompt_logprobs",
         "_prompt_logprobs_missing",
+        "_prompt_tops",
         "admitted_at",
         "allocation",
         "barren_losses",
@@ -138,6 +140,7 @@ class Entry:
         self._cancel = cancel
         self._prompt_logprobs: array[float] | None = None
         self._prompt_logprobs_missing = self.num_prompt if request.prompt_logprobs else 0
+        self._prompt_tops: Tops | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +190,7 @@ class Entry:
             priority=request.priority,
             top_n=request.top_n,
             prompt_logprobs=bool(self._prompt_logprobs_missing),
+            prompt_top_n=request.prompt_top_n if self._prompt_logprobs_missing else 0,
             adapter_id=request.adapter_id,
             grammar=request.grammar,
             traceparent=request.traceparent,
@@ -201,19 +205,25 @@ class Entry:
         end = part.first_position + len(part.logprobs)
         self._prompt_logprobs[part.first_position : end] = part.logprobs
         self._prompt_logprobs_missing = max(0, self.num_prompt - end)
+        if part.top_ids:
+            self._add_prompt_tops(part)
 
-    def take_prompt_tokens(self, vocabulary: Vocabulary) -> list[PromptToken]:
+    def _add_prompt_tops(self, part: PromptLogprobs) -> None:
+        top_n = len(part.top_ids) // len(part.logprobs)
+        if self._prompt_tops is None:
+            size = top_n * self.num_prompt
+            self._prompt_tops = Tops(array("I", [0]) * size, array("f", [math.nan]) * size)
+        ids, logprobs = self._prompt_tops
+        where = slice(part.first_position * top_n, part.first_position * top_n + len(part.top_ids))
+        ids[where], logprobs[where] = part.top_ids, part.top_logprobs
+
+    def take_prompt_tokens(self, vocabulary: Vocabulary) -> Sequence[PromptToken]:
         """The prompt with its logprobs, once; [] when they were taken. Raises GenerationFailed when some never came."""
         if self._prompt_logprobs_missing:
             raise GenerationFailed("the model server did not send the logprobs of the prompt")
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        if logprobs is None:
-            return []
-        ids = memoryview(self.request.prompt_ids).cast("I")
-        return [
-            PromptToken(token_id, vocabulary.token_text(token_id), None if math.isnan(logprob) else logprob)
-            for token_id, logprob in zip(ids, logprobs)
-        ]
+        tops, self._prompt_tops = self._prompt_tops, None
+        return [] if logprobs is None else PromptTokens(self.request.prompt_ids, logprobs, tops, vocabulary)
 
     def times(self, finished: float) -> Times:
         return Times(

@@ -1,6 +1,7 @@
 """Who waits for whose prefix: a request stays in the queue while a running row computes what it could share.
 
-Knows rows and their prompts, not the queue: about a waiter it is asked again at every admission.
+That must be worth it: SHARING_WORTH tokens, or one block for siblings, who have their whole prompt in common. Knows
+rows and their prompts, not the queue: about a waiter it is asked again at every admission.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ class PrefixLeaders:
     """Rows in prefill whose prompt others may share."""
 
     def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._stride = block_size * ID_BYTES
         self._leaders: dict[tuple[bytes, bytes], list[Entry]] = {}
         self._size = 0
@@ -23,7 +25,7 @@ class PrefixLeaders:
         return self._size
 
     def add(self, entry: Entry) -> None:
-        if entry.request.use_cache and entry.num_prompt - entry.computed_len >= SHARING_WORTH:
+        if entry.request.use_cache and self._has_to_share(entry):
             self._leaders.setdefault(entry.prefix_key, []).append(entry)
             self._size += 1
 
@@ -59,18 +61,29 @@ class PrefixLeaders:
         assert leader.allocation is not None
         return leader.allocation.published_len < wait.length
 
+    def _has_to_share(self, entry: Entry) -> bool:
+        """Will its row compute enough that is not in the tree yet? (A sibling computes the last position itself.)"""
+        left = entry.num_prompt - entry.computed_len
+        return left >= SHARING_WORTH or (entry.request.siblings is not None and left > self._block_size)
+
     def _best(self, entry: Entry) -> PrefixWait | None:
+        """The longest wait that is worth it."""
         leaders = self._leaders.get(entry.prefix_key)
         if not leaders or not entry.reads_cache:
             return None
-        best: PrefixWait | None = None
-        ready_len = 0  # tokens of the common prefix that are in the tree by now
         ids = entry.ids
         limit = len(ids) - ID_BYTES  # at least one position is computed by the row itself
+        waits: list[PrefixWait] = []
+        ready_len = 0  # tokens of the common prefix that are in the tree by now
         for leader in leaders:
             assert leader.allocation is not None
             common = shared_len(ids, 0, limit, leader.request.prompt_ids, self._stride) // ID_BYTES
             ready_len = max(ready_len, min(common, leader.allocation.published_len))
-            if best is None or common > best.length:
-                best = PrefixWait(leader, common)
-        return best if best is not None and best.length - ready_len >= SHARING_WORTH else None
+            waits.append(PrefixWait(leader, common))
+        worthy = [wait for wait in waits if wait.length - ready_len >= self._worth(entry, wait.leader)]
+        return max(worthy, key=lambda wait: wait.length, default=None)
+
+    def _worth(self, entry: Entry, leader: Entry) -> int:
+        """Tokens that the one must save at least by waiting for the other."""
+        siblings = entry.request.siblings
+        return self._block_size if siblings is not None and siblings is leader.request.siblings else SHARING_WORTH

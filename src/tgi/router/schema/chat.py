@@ -9,18 +9,25 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from tgi.router.schema.generate import TokenSlice
 from tgi.router.schema.numbers import Int32, UInt, UInt32
+from tgi.router.schema.tools import Tool, ToolChoice
 
 
 class ContentPart(Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: Any = None
 
 
 class Message(Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None  # what an assistant said instead of content
+    reasoning_content: str | None = None  # an assistant's thoughts, under any of three names
+    reasoning: str | None = None
+    thinking: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -28,6 +35,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, of its choice so far
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -47,10 +55,12 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_prompt: str | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # reaches the template as a variable of that name
 
     top_k: Int32 | None = None
     min_p: float | None = None
@@ -61,21 +71,39 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # None: no, since the template writes them
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: Int32 | None = None
     cache: bool | None = None
     cache_salt: str | None = None
+    chat_template: str | None = None  # name of one of the model's templates, never a text
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | str | None = None
+
+
+class ChatTokens(Struct, frozen=True):
+    """What /chat_tokenize answers."""
+
+    tokenize_response: list[TokenSlice]
+    templated_text: str
 
 
 class TopLogprob(Struct, frozen=True):
-    token: str
-    logprob: float | None
+    token: str  # a part of a character as U+FFFD
+    logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(Struct, frozen=True):
-    token: str
-    logprob: float | None
+    token: str  # a part of a character as U+FFFD
+    logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
 
@@ -84,9 +112,22 @@ class Logprobs(Struct, frozen=True):
     content: list[TokenLogprob]
 
 
-class AssistantMessage(Struct, frozen=True):
-    role: str
-    content: str
+class FunctionCall(Struct, frozen=True):
+    name: str
+    arguments: str  # JSON, as far as the model wrote it
+
+
+class ToolCall(Struct, frozen=True):
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class AssistantMessage(Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str | None  # null where there are calls and nothing else
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -102,11 +143,16 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # where thinking text is looked for
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -119,16 +165,32 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class Delta(Struct, frozen=True):
-    role: str
-    content: str
+class FunctionDelta(Struct, frozen=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
 
 
-class ChunkChoice(Struct, frozen=True, kw_only=True):
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """The first piece of a call has id, type and name; all others have arguments alone."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    role: str = "assistant"  # in every chunk: TGI's clients need it
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(Struct, kw_only=True):
     index: int
     delta: Delta
-    logprobs: Logprobs | None
-    finish_reason: str | None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None  # null in all chunks but the choice's last
     stop_reason: str | int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
 

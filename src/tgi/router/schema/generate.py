@@ -78,12 +78,26 @@ class PrefillToken(Struct, frozen=True):
     logprob: float | None
 
 
+class BestOfSequence(Struct, frozen=True, kw_only=True):
+    """An answer that another one of `best_of` was better than."""
+
+    generated_text: str
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | UnsetType = UNSET
+    stop_reason: str | int | UnsetType = UNSET
+
+
 class Details(Struct, frozen=True, kw_only=True):
     finish_reason: str
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillToken]
     tokens: list[Token]
+    best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
     top_tokens: list[list[Token]] | UnsetType = UNSET
     stop_reason: str | int | UnsetType = UNSET  # ours: which stop string or stop id matched
 

@@ -29,6 +29,8 @@ class Model(Struct, frozen=True):
     object: str
     created: int
     owned_by: str
+    root: str  # the name under which the weights were found
+    max_model_len: int  # tokens, prompt and answer together
 
 
 class ModelList(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tgi.errors import InvalidRequest
 from tgi.router.schema.generate import GenerateParameters
@@ -14,8 +14,14 @@ from tgi.shard_client.messages import NEUTRAL_TEMPERATURE, Sampling
 MAX_STOP_TOKEN_IDS = 64
 """The shard compares every new token with them."""
 
+MAX_LOGIT_BIAS = 1024
+"""Entries; each is kept on the device while the request runs. OpenAI's clients send 300 at most."""
+
 MIN_TEMPERATURE = 1e-4
 """Below, logits divided by the temperature leave float32; the choice has long been the greedy one."""
+
+MIN_REPETITION_PENALTY = 1e-18
+"""Below, float32 has no room for the logits that it multiplies or divides."""
 
 _MAX_F32 = 3.4028234e38
 
@@ -30,6 +36,7 @@ class Limits:
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
+    prompt_logprobs: bool = False  # does the shard compute them
 
 
 def check_streaming(parameters: GenerateParameters) -> None:
@@ -50,12 +57,14 @@ def check_parameters(parameters: GenerateParameters, door: Door, limits: Limits)
         raise InvalidRequest(f"`{door.max_new_tokens}` must be strictly positive", door.max_new_tokens)
     _check_stops(parameters, limits)
     _check_seed(parameters)
+    _check_logit_bias(parameters.logit_bias, limits)
     top_n = parameters.top_n_tokens or 0
-    if top_n > limits.max_top_n_tokens:
+    max_top_n = max(limits.max_top_n_tokens, door.granted_top_n)
+    if top_n > max_top_n:
         raise InvalidRequest(
-            f"`{door.top_n_tokens}` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}", door.top_n_tokens
+            f"`{door.top_n_tokens}` must be >= 0 and <= {max_top_n}. Given: {top_n}", door.top_n_tokens
         )
-    _check_supported(parameters)
+    _check_supported(parameters, door, limits)
 
 
 def is_sampling(parameters: GenerateParameters, door: Door) -> bool:
@@ -74,20 +83,37 @@ def is_sampling(parameters: GenerateParameters, door: Door) -> bool:
 
 def sampling_of(parameters: GenerateParameters, door: Door, limits: Limits, draw_seed: Callable[[], int]) -> Sampling:
     """Checked parameters, resolved. `draw_seed` gives a u64 for a request without one."""
-    seed = draw_seed() if parameters.seed is None else parameters.seed
+    penalty = parameters.repetition_penalty
+    # Those of a greedy request too: a penalty moves the best token.
+    greedy = Sampling(
+        repetition_penalty=1.0 if penalty is None else max(penalty, MIN_REPETITION_PENALTY),
+        frequency_penalty=parameters.frequency_penalty or 0.0,
+        presence_penalty=parameters.presence_penalty or 0.0,
+        watermark=bool(parameters.watermark),
+        logit_bias=_logit_bias(parameters.logit_bias),
+        seed=draw_seed() if parameters.seed is None else parameters.seed,
+        raw_logprobs=door.raw_logprobs,
+    )
     if not is_sampling(parameters, door):
-        return Sampling(seed=seed, raw_logprobs=door.raw_logprobs)
+        return greedy
     temperature = NEUTRAL_TEMPERATURE if parameters.temperature is None else parameters.temperature
     top_k = parameters.top_k or 0
-    return Sampling(
+    return replace(
+        greedy,
         do_sample=True,
         temperature=max(temperature, MIN_TEMPERATURE),
         top_k=top_k if top_k < limits.vocab_size else 0,
         top_p=1.0 if parameters.top_p is None else parameters.top_p,
         min_p=parameters.min_p or 0.0,
-        seed=seed,
-        raw_logprobs=door.raw_logprobs,
+        typical_p=1.0 if parameters.typical_p is None else parameters.typical_p,
     )
+
+
+def _logit_bias(bias: dict[str, float] | list[float] | None) -> tuple[tuple[int, float], ...]:
+    """Checked entries, those that change nothing left out."""
+    if not isinstance(bias, dict):
+        return ()
+    return tuple((int(key), value) for key, value in bias.items() if value)
 
 
 def stopping_of(parameters: GenerateParameters, door: Door, max_new_tokens: int) -> ValidStopping:
@@ -122,7 +148,7 @@ def _check_best_of(parameters: GenerateParameters, limits: Limits) -> None:
         raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint", "best_of")
     if best_of > limits.max_best_of:
         raise InvalidRequest(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}", "best_of")
-    asked = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p)
+    asked = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
     if not parameters.do_sample and all(value is None for value in asked):
         raise InvalidRequest("you must use sampling when `best_of` is > 1", "best_of")
 
@@ -181,30 +207,34 @@ def _check_seed(parameters: GenerateParameters) -> None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1", "seed")
 
 
-def _check_supported(parameters: GenerateParameters) -> None:
+def _check_logit_bias(bias: dict[str, float] | list[float] | None, limits: Limits) -> None:
+    """TGI's own shape is a list, which it has never used: an empty one asks for nothing."""
+    if not bias:
+        return
+    name = "logit_bias"
+    if isinstance(bias, list):
+        raise InvalidRequest("`logit_bias` must be an object that maps token ids to numbers, not a list", name)
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"`logit_bias` supports up to {MAX_LOGIT_BIAS} token ids. Given: {len(bias)}", name)
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < limits.vocab_size):
+            raise InvalidRequest(
+                f"`logit_bias` must name token ids >= 0 and < {limits.vocab_size}. Given: {key[:40]!r}", name
+            )
+        if not -100.0 <= value <= 100.0:
+            raise InvalidRequest(f"`logit_bias` must have values >= -100 and <= 100. Given: {value} for {key}", name)
+
+
+def _check_supported(parameters: GenerateParameters, door: Door, limits: Limits) -> None:
     """Refuse by name what would change the answer and cannot be done; a value that changes nothing passes."""
-    refused = {
-        "best_of": (parameters.best_of or 1) > 1,
-        "repetition_penalty": _given(parameters.repetition_penalty, 1.0),
-        "frequency_penalty": _given(parameters.frequency_penalty, 0.0),
-        "presence_penalty": _given(parameters.presence_penalty, 0.0),
-        "typical_p": _given(parameters.typical_p, 1.0),
-        "watermark": parameters.watermark,
-        "logit_bias": parameters.logit_bias,
-        "decoder_input_details": parameters.decoder_input_details,
-    }
-    for name, is_asked in refused.items():
-        if is_asked:
-            raise not_supported(name)
-    if parameters.grammar is not None:
-        raise InvalidRequest("grammar is not supported", "grammar")
+    if parameters.decoder_input_details and not limits.prompt_logprobs:
+        raise InvalidRequest(
+            f"`{door.prompt_logprobs}` needs a server that was started with `--enable-prefill-logprobs`",
+            door.prompt_logprobs,
+        )
     if parameters.adapter_id:
         raise InvalidRequest(
             f"`adapter_id` names an adapter that is not loaded: {parameters.adapter_id!r}; leave it out to use the "
             "base model",
             "adapter_id",
         )
-
-
-def not_supported(name: str) -> InvalidRequest:
-    return InvalidRequest(f"`{name}` is not supported by this server; leave it out", name)

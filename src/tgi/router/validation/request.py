@@ -25,7 +25,7 @@ class Siblings:
     Compared by identity: two requests with the same prompt are no siblings.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,20 @@ class ValidRequest:
 
 
 def fork(request: ValidRequest, num_answers: int) -> list[ValidRequest]:
-    """The same request once per answer, each with a seed of its own; the first keeps the request's."""
+    """The same request once per answer, each with a seed of its own; the first keeps the request's, and alone has the
+    prompt's logprobs computed."""
     if num_answers == 1:
         return [request]
     siblings = Siblings()
     sampling = request.sampling
     return [
-        replace(request, siblings=siblings, sampling=replace(sampling, seed=mix64(sampling.seed, index)))
+        replace(
+            request,
+            siblings=siblings,
+            sampling=replace(sampling, seed=mix64(sampling.seed, index)),
+            prompt_logprobs=request.prompt_logprobs and index == 0,
+            prompt_top_n=0 if index else request.prompt_top_n,
+        )
         for index in range(num_answers)
     ]
 

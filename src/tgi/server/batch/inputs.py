@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.batch.step import RowChanges, Scoring, StepPlan
+
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class StepInputs:
     """Device columns of one step, all int64 views of one copied array. n rows, t tokens, d ids from the device, s
-    choices."""
+    choices, p scored prompt tokens."""
 
     rows: torch.Tensor  # [n]
     cu_seqlens_q: torch.Tensor  # [n + 1]
@@ -27,9 +30,11 @@ class StepInputs:
     sample_tokens: torch.Tensor  # [s], index into the tokens: each row's last
     sample_rows: torch.Tensor  # [s]
     sample_positions: torch.Tensor  # [s], where the chosen id will stand
+    score_tokens: torch.Tensor  # [p], index into the tokens
+    score_targets: torch.Tensor  # [p], the id that comes next
 
 
-def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy without waiting. The pinned block goes back to torch's host allocator, which reuses it only after the
     copy."""
     host = torch.from_numpy(values)
@@ -63,9 +68,21 @@ def build_inputs(plan: StepPlan, device: torch.device) -> StepInputs:
         last[plan.samples],
         plan.rows[plan.samples],
         contexts[plan.samples],
+        *_scored(plan.scoring, cu_seqlens),
     )
     packed = to_device(np.concatenate(columns), device)
     return StepInputs(*packed.split([len(column) for column in columns]))
+
+
+def _scored(
+    scoring: Scoring | None, cu_seqlens: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(index into the tokens, the id that comes next), [p] both."""
+    if scoring is None:
+        return _NONE, _NONE
+    counts = scoring.counts
+    before = np.cumsum(counts) - counts
+    return np.repeat(cu_seqlens[:-1] - before, counts) + np.arange(len(scoring.targets)), scoring.targets
 
 
 def block_writes(changes: RowChanges, max_blocks: int) -> npt.NDArray[np.int64]:

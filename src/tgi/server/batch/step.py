@@ -25,6 +25,21 @@ class RowChanges:
 
 
 @dataclass(slots=True)
+class Scoring:
+    """Prompt logprobs: the logits of a token score the one after it. A prompt's last token scores none, and the last of
+    a chunk the first of the next."""
+
+    counts: npt.NDArray[np.int64]  # per row of the plan: so many of its tokens, from the first on, score the next
+    targets: npt.NDArray[np.int64]  # [sum(counts)] ids that come next
+    top_n: int  # best tokens at each: the most that any row wants
+
+    def part(self, first: int, last: int) -> Scoring:
+        """The same for the rows [first, last) alone."""
+        begin, end = int(self.counts[:first].sum()), int(self.counts[:last].sum())
+        return Scoring(self.counts[first:last], self.targets[begin:end], self.top_n)
+
+
+@dataclass(slots=True)
 class StepPlan:
     """Every decision of the host about one step: the same on all ranks. Its (handle, row) columns are the snapshot by
     which results are read (rule 2). Columns are per row; rows are unique."""
@@ -37,6 +52,7 @@ class StepPlan:
     samples: npt.NDArray[np.bool_]  # the step chooses the row's next id
     from_device: npt.NDArray[np.bool_]  # the one id is what an earlier step chose: only the device knows it
     ids: npt.NDArray[np.int64]  # [sum(query_lens)], 0 where the id comes from the device
+    scoring: Scoring | None = None  # None: no row of the step wants prompt logprobs
 
     @property
     def num_rows(self) -> int:
@@ -60,4 +76,5 @@ class StepPlan:
             samples=self.samples[rows],
             from_device=self.from_device[rows],
             ids=self.ids[begin : int(ends[last - 1])],
+            scoring=None if self.scoring is None else self.scoring.part(first, last),
         )

@@ -37,6 +37,8 @@ class RequestTable:
         self.num_blocks = np.zeros(size, np.int64)
         self.priority = np.zeros(size, np.int64)
         self.order = np.zeros(size, np.int64)  # admission order
+        self.num_scored = np.zeros(size, np.int64)  # ids whose logprobs are wanted: the prompt's, or none
+        self.prompt_top_n = np.zeros(size, np.int64)  # best tokens at each of them
         self.num_seen = np.zeros(size, np.int64)  # ids that the host knows: given + collected
         self.given: list[npt.NDArray[np.uint32]] = [np.empty(0, np.uint32)] * size
         self.stopping: list[Stopping | None] = [None] * size
@@ -87,6 +89,8 @@ class RequestTable:
         self.live[row] = True
         self.computed[row] = admit.cached_len
         self.num_ids[row] = self.num_given[row] = self.num_seen[row] = len(given)
+        self.num_scored[row] = prompt_len if admit.prompt_logprobs else 0
+        self.prompt_top_n[row] = admit.prompt_top_n if admit.prompt_logprobs else 0
         self.max_len[row] = prompt_len + admit.stopping.max_new_tokens
         self.num_blocks[row] = num_blocks
         self.priority[row] = admit.priority

@@ -1,15 +1,21 @@
 """Engine: commands in, steps out. Owns the rows and decides what each step computes; the device computes it.
 
+Rows with a grammar share the steps of all others, but what such a row may choose is known only once the id before it
+has been collected. A step with one therefore starts in two parts: its forward is launched, the step before it is
+collected, then its choices are made. A row whose mask is late sits the step out (rule 3): its last position counts as
+not computed and is computed again in a later step; a prompt's other positions stay.
+
 Not thread-safe: one thread owns it (engine/loop.py). Knows no gRPC and no text.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +24,10 @@ import numpy.typing as npt
 from tgi.enums import EndReason
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.batch.table import RequestTable
-from tgi.server.engine.device import Chosen, Device
+from tgi.server.engine.device import Chosen, Constraint, Device
 from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
+from tgi.server.engine.prompt_scores import plan_scoring, read_scores
+from tgi.server.grammar.mask import Masks
 from tgi.server.sampling.logprobs import keep_top
 from tgi.shard_client.messages import Admit, Command, Opening, RowError, Step, Timings, TopTokens
 
@@ -34,6 +42,7 @@ class Part:
 
     plan: StepPlan
     launched: object
+    takes: npt.NDArray[np.bool_] | None = None  # of the rows with `samples`: False where one sits out; None: none does
 
 
 @dataclass(slots=True)
@@ -42,6 +51,13 @@ class InFlight:
     parts: list[Part]
     errors: list[RowError]
     plan_ns: int
+    has_chosen: bool = True  # False: launched up to its choices
+
+
+# While a step's choices wait for masks.
+MASK_POLL_S = 0.0005
+MASK_GRACE_S = 0.002  # behind the end of the forward
+MASK_LIMIT_S = 0.01  # in all, whatever the forward takes: the step before it waits to be sent
 
 
 @dataclass(slots=True)
@@ -66,10 +82,14 @@ class Pending:
 
 
 class Engine:
-    def __init__(self, device: Device, table: RequestTable, limits: Limits) -> None:
+    def __init__(self, device: Device, table: RequestTable, limits: Limits, masks: Masks | None = None) -> None:
+        """`masks`: None where no request may have a grammar."""
         self.table = table
         self.limits = limits
         self._device = device
+        self._masks = masks
+        self._constrained = np.zeros(table.max_rows + 1, np.bool_)
+        self._held: set[int] = set()  # constrained rows that sat out, until their masks are there
         self._top_n = np.zeros(table.max_rows + 1, np.int64)
         self._in_flight: deque[InFlight] = deque()
         self._pending = Pending()
@@ -138,6 +158,8 @@ class Engine:
         # The router has checked all of this; what still is wrong is one request's error, never the stream's.
         try:
             reason = self._device.check(admit)
+            if reason is None and admit.grammar is not None and self._masks is None:
+                reason = "grammars are not supported by this model server"
             if reason is not None:
                 raise ValueError(reason)
             blocks = self._checked_blocks(admit.blocks, 0)
@@ -147,6 +169,9 @@ class Engine:
             self._pending.errors.append(RowError(admit.handle, "invalid", str(error)))
             return
         self._top_n[row] = admit.top_n
+        if admit.grammar is not None and self._masks is not None:
+            self._constrained[row] = True
+            self._masks.add(row, admit)
         self._pending.changes.added.append((row, admit))
         self._pending.changes.blocks.append((row, 0, blocks))
 
@@ -154,6 +179,10 @@ class Engine:
         row = self.table.remove(handle)
         if row is None:
             return
+        if self._masks is not None and self._constrained[row]:
+            self._constrained[row] = False
+            self._held.discard(row)
+            self._masks.remove(row)
         changes = self._pending.changes
         # A row that the device never saw leaves no trace; one added and removed would confuse those who keep rows.
         added = len(changes.added)
@@ -198,10 +227,13 @@ class Engine:
         `handles` and `chunk_lens` (handle -> tokens) are for stepping by hand (generate.v3): exactly these rows, whole
         prompts or the given chunk.
         """
+        self._tend_grammars()
         table = self.table
         remaining = table.num_ids - table.computed
         room = table.num_blocks * table.block_size - table.computed
         able = table.live & (table.num_ids < table.max_len) & (room > 0)
+        if self._held:
+            able[list(self._held)] = False
         if handles is not None:
             return self._plan_by_hand(handles, chunk_lens or {}, able, remaining, room)
         decode = np.flatnonzero(able & (remaining == 1))
@@ -254,27 +286,33 @@ class Engine:
             samples=starts + lens == table.num_ids[rows],
             from_device=from_device,
             ids=ids,
+            scoring=plan_scoring(table, rows, starts, lens),
         )
 
     def launch(self, plan: StepPlan, plan_ns: int = 0) -> None:
-        """Start the step. An exception of one request's making is found by halves and becomes that request's error."""
+        """Start the step. An exception of one request's making is found by halves and becomes that request's error.
+
+        Where the step has choices to make under a grammar and another is in flight, they wait for `collect`.
+        """
+        assert not self._in_flight or self._in_flight[-1].has_chosen
         changes, self._pending.changes = self._pending.changes, RowChanges([], [], [])
         if changes:
             self._device.apply(changes)
         self._number = plan.number
+        is_constrained = self._masks is not None and bool((self._constrained[plan.rows] & plan.samples).any())
         errors: list[RowError] = []
-        parts = self._launch_parts(plan, errors)
-        for part in parts:
-            rows = part.plan.rows
-            self.table.computed[rows] += part.plan.query_lens
-            self.table.num_ids[rows] += part.plan.samples
-        for error in errors:
-            self._remove(error.handle)
-        self._in_flight.append(InFlight(plan, parts, errors, plan_ns))
+        start = self._device.forward if is_constrained else self._device.launch
+        parts = self._by_halves(plan, errors, lambda plan: Part(plan, start(plan)))
+        flight = InFlight(plan, parts, errors, plan_ns, has_chosen=not is_constrained)
+        self._in_flight.append(flight)
+        if flight.has_chosen:
+            self._count(flight)
+        elif len(self._in_flight) == 1:
+            self._choose(flight)
 
-    def _launch_parts(self, plan: StepPlan, errors: list[RowError]) -> list[Part]:
+    def _by_halves(self, plan: StepPlan, errors: list[RowError], start: Callable[[StepPlan], Part]) -> list[Part]:
         try:
-            return [Part(plan, self._device.launch(plan))]
+            return [start(plan)]
         except Exception as error:
             if self.limits.world_size > 1:
                 raise  # the other ranks have the plan already: the group restarts
@@ -284,22 +322,124 @@ class Engine:
                 return []
             middle = plan.num_rows // 2
             return [
-                *self._launch_parts(plan.part(0, middle), errors),
-                *self._launch_parts(plan.part(middle, plan.num_rows), errors),
+                *self._by_halves(plan.part(0, middle), errors, start),
+                *self._by_halves(plan.part(middle, plan.num_rows), errors, start),
             ]
 
+    def _count(self, flight: InFlight) -> None:
+        """Rows are one step further; those that sat out but for their last position."""
+        for part in flight.parts:
+            rows = part.plan.rows
+            self.table.computed[rows] += part.plan.query_lens
+            self.table.num_ids[rows] += part.plan.samples
+            if part.takes is not None:
+                absent = rows[part.plan.samples][~part.takes]
+                self.table.computed[absent] -= 1
+                self.table.num_ids[absent] -= 1
+        for error in flight.errors:
+            self._remove(error.handle)
+
+    # --- choices under a grammar -------------------------------------------
+
+    def _choose(self, flight: InFlight) -> None:
+        """Launch the rest of a step whose rows' last ids are all collected."""
+        assert self._masks is not None
+        choosing = [row for part in flight.parts for row in part.plan.rows[self._under_grammar(part.plan)].tolist()]
+        self._await_masks(flight, choosing)
+        masks = {row: mask for row in choosing if (mask := self._masks.mask(row)) is not None}
+        begun = {id(part.plan): part.launched for part in flight.parts}
+
+        def choose(plan: StepPlan) -> Part:
+            # What fails is done again by halves, from its forward on.
+            launched = begun.pop(id(plan)) if id(plan) in begun else self._device.forward(plan)
+            constraint = self._constraint(plan, masks)
+            self._device.choose(launched, constraint)
+            return Part(plan, launched, None if constraint is None or constraint.takes.all() else constraint.takes)
+
+        flight.parts = [done for part in flight.parts for done in self._by_halves(part.plan, flight.errors, choose)]
+        flight.has_chosen = True
+        self._count(flight)
+        for row in choosing:
+            if row not in masks and self._constrained[row]:
+                self._held.add(row)
+                self._masks.call_when_settled(row)
+
+    def _under_grammar(self, plan: StepPlan) -> npt.NDArray[np.bool_]:
+        """Which rows of the plan choose under a grammar and have not ended since it was made."""
+        is_alive = self.table.handle[plan.rows] == plan.handles
+        return plan.samples & is_alive & self._constrained[plan.rows]
+
+    def _await_masks(self, flight: InFlight, rows: list[int]) -> None:
+        """Until the masks are there, or the forward is done and a little more time has passed. For rows whose masks are
+        known to be slow no time is added."""
+        assert self._masks is not None
+        give_up = time.monotonic() + MASK_LIMIT_S
+        while not self._masks.wait(rows, MASK_POLL_S) and time.monotonic() < give_up:
+            if all(self._device.has_forwarded(part.launched) for part in flight.parts):
+                self._masks.wait([row for row in rows if not self._masks.is_slow(row)], MASK_GRACE_S)
+                return
+
+    def _constraint(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> Constraint | None:
+        under_grammar = self._under_grammar(plan)[plan.samples]
+        if not under_grammar.any():
+            return None
+        rows = plan.rows[plan.samples]
+        takes = np.array([not under or row in masks for row, under in zip(rows.tolist(), under_grammar)], np.bool_)
+        masked = np.flatnonzero(under_grammar[takes])
+        used = [masks[row] for row in rows[takes][masked].tolist()]
+        return Constraint(takes, masked, np.stack(used) if used else np.empty((0, 0), np.int32))
+
+    def _tend_grammars(self) -> None:
+        """End rows whose grammars failed; let those go on whose masks have come."""
+        if self._masks is None:
+            return
+        for row, message in self._masks.faults():
+            handle = int(self.table.handle[row])
+            log.error("request refused by its grammar: %s", message)
+            self._pending.errors.append(RowError(handle, "grammar", message))
+            self._remove(handle)
+        self._held = {row for row in self._held if self._masks.mask(row) is None}
+
+    def rows_under_grammar(self, handles: Sequence[int]) -> list[int]:
+        """Their rows, of the handles that have one and a grammar."""
+        rows = (self.table.row_of(handle) for handle in handles)
+        return [row for row in rows if row is not None and self._constrained[row]]
+
+    @property
+    def num_held(self) -> int:
+        """Rows that do not run because their grammars' masks are late."""
+        return len(self._held)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until a grammar will have taken too long."""
+        return math.inf if self._masks is None else self._masks.next_due_s
+
+    @property
+    def has_errors(self) -> bool:
+        """Do errors wait for the next Step?"""
+        return bool(self._pending.errors)
+
     def collect(self) -> Step:
-        """Wait for the oldest step in flight and read it by its own snapshot (rule 2)."""
+        """Wait for the oldest step in flight and read it by its own snapshot (rule 2). Then the choices of the next can
+        be made, if it has any left."""
         flight = self._in_flight.popleft()
+        assert flight.has_chosen
         started = time.perf_counter_ns()
         step = self._empty_step(flight.plan.number)
         ends = bytearray()
+        advanced: list[tuple[int, int]] = []
         forward_ns = 0
         for part in flight.parts:
             chosen = self._device.collect(part.launched)
             forward_ns += chosen.forward_ns
-            self._read(part.plan, chosen, step, ends)
+            step.prompt_logprobs += read_scores(part.plan, chosen.prompt_scores, self.table)
+            self._read(part, chosen, step, ends, advanced)
             self._report_progress(part.plan, step)
+        if advanced and self._masks is not None:
+            self._masks.advance(advanced)
+        if self._in_flight and not self._in_flight[0].has_chosen:
+            self._choose(self._in_flight[0])
         step.ends = bytes(ends) if any(ends) else b""
         step.errors = [*self._pending.errors, *flight.errors]
         self._pending.errors = []
@@ -317,13 +457,13 @@ class Engine:
         )
         return step
 
-    def _read(self, plan: StepPlan, chosen: Chosen, step: Step, ends: bytearray) -> None:
+    def _read(self, part: Part, chosen: Chosen, step: Step, ends: bytearray, advanced: list[tuple[int, int]]) -> None:
         table = self.table
-        index = -1
-        for handle, row, samples in zip(plan.handles.tolist(), plan.rows.tolist(), plan.samples.tolist()):
-            if not samples:
-                continue
-            index += 1
+        handles, rows = part.plan.handles[part.plan.samples], part.plan.rows[part.plan.samples]
+        if part.takes is not None:
+            handles, rows = handles[part.takes], rows[part.takes]
+        constrained = self._constrained[rows].tolist()
+        for index, (handle, row, is_constrained) in enumerate(zip(handles.tolist(), rows.tolist(), constrained)):
             if int(table.handle[row]) != handle:
                 continue  # it ended meanwhile: this result is one too many
             token = int(chosen.ids[index])
@@ -331,6 +471,8 @@ class Engine:
             end = EndReason.RUNNING
             if chosen.is_nan[index]:
                 end = EndReason.NAN
+            elif is_constrained and self._masks is not None and self._masks.is_end(row, token):
+                end = EndReason.EOS
             elif token in table.end_ids[row]:
                 end = self._end_of(row, token)
             elif table.num_seen[row] >= table.max_len[row]:
@@ -347,6 +489,8 @@ class Engine:
                 step.top_tokens.append(TopTokens(handle, 0, ids, array("f", logprobs[:count])))
             if end is not EndReason.RUNNING:
                 self._remove(handle)
+            elif is_constrained:
+                advanced.append((row, token))
 
     def _end_of(self, row: int, token: int) -> EndReason:
         """EOS wins over length on the last token; an id that is both EOS and stop id is EOS."""

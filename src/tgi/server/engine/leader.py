@@ -1,5 +1,7 @@
 """Rank 0 tells the other ranks what to run. Plans hold every decision of the host, so all ranks launch the same work
-in the same order; only rank 0 samples, and its ids come back by a broadcast on the device.
+in the same order; only rank 0 samples, and its ids come back by a broadcast on the device. Who sits a step out is known
+to rank 0 alone, and late: the broadcast always has an id for every row that the plan lets choose, and one that is no
+token leaves its row as it was.
 
 Plans travel over one TCP connection per follower, on the loopback interface inside a host: one mechanism for one host
 and for many, and never through the collective library, whose queue belongs to the forward. A plan is sent before rank 0
@@ -19,9 +21,9 @@ import numpy as np
 import torch
 
 from tgi.errors import StartupError, TgiError
-from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.batch.step import RowChanges, Scoring, StepPlan
 from tgi.server.distributed.group import Group
-from tgi.server.engine.device import Chosen
+from tgi.server.engine.device import Chosen, Constraint
 from tgi.server.engine.runner import ModelRunner
 from tgi.shard_client.messages import Admit
 
@@ -47,6 +49,12 @@ class _Changes(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
     blocks: list[_Blocks]
 
 
+class _Scoring(msgspec.Struct, frozen=True, array_like=True):
+    counts: bytes
+    targets: bytes
+    top_n: int
+
+
 class _Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     number: int
     handles: bytes
@@ -56,6 +64,7 @@ class _Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     samples: bytes
     from_device: bytes
     ids: bytes
+    scoring: _Scoring | None
 
 
 class _Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
@@ -111,6 +120,7 @@ class Wire:
 
 
 def _encode_plan(plan: StepPlan) -> _Launch:
+    scoring = plan.scoring
     return _Launch(
         plan.number,
         plan.handles.tobytes(),
@@ -120,10 +130,15 @@ def _encode_plan(plan: StepPlan) -> _Launch:
         plan.samples.tobytes(),
         plan.from_device.tobytes(),
         plan.ids.tobytes(),
+        None if scoring is None else _Scoring(scoring.counts.tobytes(), scoring.targets.tobytes(), scoring.top_n),
     )
 
 
 def _decode_plan(message: _Launch) -> StepPlan:
+    sent = message.scoring
+    scoring = None
+    if sent is not None:
+        scoring = Scoring(np.frombuffer(sent.counts, np.int64), np.frombuffer(sent.targets, np.int64), sent.top_n)
     return StepPlan(
         number=message.number,
         handles=np.frombuffer(message.handles, np.uint64),
@@ -133,6 +148,7 @@ def _decode_plan(message: _Launch) -> StepPlan:
         samples=np.frombuffer(message.samples, np.bool_),
         from_device=np.frombuffer(message.from_device, np.bool_),
         ids=np.frombuffer(message.ids, np.int64),
+        scoring=scoring,
     )
 
 
@@ -164,6 +180,17 @@ class LeaderDevice:
     def launch(self, plan: StepPlan) -> object:
         self._tell(_encode_plan(plan))
         return self._runner.launch(plan)
+
+    def forward(self, plan: StepPlan) -> object:
+        # Followers are told nothing of choices: where theirs are due they wait on the device for what rank 0 sends.
+        self._tell(_encode_plan(plan))
+        return self._runner.forward(plan)
+
+    def has_forwarded(self, launched: object) -> bool:
+        return self._runner.has_forwarded(launched)
+
+    def choose(self, launched: object, constraint: Constraint | None = None) -> None:
+        self._runner.choose(launched, constraint)
 
     def collect(self, launched: object) -> Chosen:
         return self._runner.collect(launched)

@@ -1,4 +1,5 @@
-"""The loop of the one thread that owns the device: take commands -> launch step k+1 -> collect step k -> send it.
+"""The loop of the one thread that owns the device: take commands -> launch step k+1 -> collect step k -> (grammars:
+launch the choices of k+1) -> send step k.
 
 Where launching is computing (CPU) at most one step is in flight, so the loop collects first. Nobody else touches the
 engine: unary calls and stepping by hand are run here too, between two steps.
@@ -55,6 +56,10 @@ class Loop:
     def post(self, outbox: Outbox, command: Command) -> None:
         """A command of the stream that `outbox` belongs to. Dropped when that stream is not the newest."""
         self._inbox.put((outbox, command))
+
+    def wake(self) -> None:
+        """Something that the loop may rest for has come."""
+        self._inbox.put(_WAKE)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the device's thread, between two steps, and return what it returns."""
@@ -129,11 +134,15 @@ class Loop:
         if launched:
             self._take(wait_s=0.0)
             return
-        if engine is not None and outbox is not None and not self._told_stalled and engine.window_is_open:
+        if engine is not None and outbox is not None and engine.window_is_open and self._has_news(engine):
             self._told_stalled = True
             if (step := engine.idle_step()) is not None:
                 outbox.put(step)
         self._rest(engine)
+
+    def _has_news(self, engine: Engine) -> bool:
+        """Nothing runs: is there something to say? A row that waits for its grammar will go on by itself."""
+        return engine.has_errors or not (self._told_stalled or engine.num_held)
 
     def _launch(self, engine: Engine) -> bool:
         if engine.num_in_flight >= engine.depth or not engine.window_is_open:
@@ -151,7 +160,10 @@ class Loop:
     def _rest(self, engine: Engine | None) -> None:
         """Nothing can run: wait for a command, beating while idle."""
         self._liveness.enter(Phase.IDLE, 0 if engine is None else engine.step_number)
-        if not self._take(wait_s=0.05 if self._collect_garbage else IDLE_BEAT_S):
+        wait_s = 0.05 if self._collect_garbage else IDLE_BEAT_S
+        if engine is not None and engine.num_held and self._outbox is not None and engine.window_is_open:
+            wait_s = min(wait_s, engine.patience_s)  # the next plan will end the row
+        if not self._take(wait_s):
             if self._collect_garbage:
                 self._collect_garbage = False
                 self._collected_at = time.monotonic()

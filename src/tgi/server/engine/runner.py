@@ -20,36 +20,33 @@ from tgi.server.batch.inputs import StepInputs, block_writes, build_inputs, to_d
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.context import ForwardContext
 from tgi.server.distributed.group import Group
-from tgi.server.engine.device import Chosen
+from tgi.server.engine.device import Chosen, Constraint
+from tgi.server.engine.prompt_scores import ScoreTensors, score_prompts
 from tgi.server.models.model import CausalLM
 from tgi.server.sampling.sampler import SampleOutput, sample
-from tgi.server.sampling.state import SamplingState, refuse_unsupported
+from tgi.server.sampling.state import WATERMARK_DELTA, WATERMARK_GAMMA, SamplingState, refuse_invalid
 from tgi.shard_client.messages import Admit
 
-NEGATIVE_INFINITY = float("-inf")
+NO_CHOICE = -1  # among the ids that rank 0 sends: this row sits the step out
 
 
 @dataclass(slots=True)
 class Launched:
-    """Results on their way to the host. On CUDA they are complete once `done` has passed."""
+    """A step on its way, and its results on theirs to the host. On CUDA they are complete once `done` has passed."""
 
-    num_samples: int
+    plan: StepPlan
+    inputs: StepInputs
+    logits: torch.Tensor | None = None  # [rows that choose, vocab], until they have chosen
     ids: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
     is_nan: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    scores: ScoreTensors | None = None
     begun: torch.cuda.Event | None = None
+    forwarded: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     forward_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RowRules:
-    """What the runner itself keeps of a row: ids that may not be chosen before `from_position`."""
-
-    from_position: int
-    end_ids: tuple[int, ...]
 
 
 class ModelRunner:
@@ -60,18 +57,19 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         group: Group,
+        watermark: tuple[float, float] = (WATERMARK_GAMMA, WATERMARK_DELTA),
     ) -> None:
         self.model = model
         self.backend = backend
         self.device = device
         self.dtype = dtype
         self.group = group
+        self._watermark = watermark
         self.is_leader = group.rank == 0
         self.depth = 2 if device.type == "cuda" else 1
         self._cache: KVCache | None = None
         self._state: SamplingState | None = None
-        self._rules: dict[int, RowRules] = {}
-        self._top_n: dict[int, int] = {}
+        self._top_n = np.zeros(0, np.int64)  # by row
 
     def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int) -> None:
         """KV cache, block tables and row tensors; everything that was there is given up first."""
@@ -84,20 +82,15 @@ class ModelRunner:
         # Row 0 is scratch: padding reads and writes it. All its blocks are block 0.
         self._block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=self.device)
         self._last_ids = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
-        self._rules.clear()
-        self._top_n.clear()
+        self._top_n = np.zeros(max_rows + 1, np.int64)
         if self.is_leader:
-            self._state = SamplingState(max_rows + 1, self.model.vocab_size, self.device)
+            self._state = SamplingState(max_rows + 1, self.model.vocab_size, self.device, *self._watermark)
 
     # --- Device ------------------------------------------------------------
 
     def check(self, admit: Admit) -> str | None:
-        if admit.grammar is not None:
-            return "grammars are not supported by this model server"
         if admit.adapter_id:
             return "adapters are not supported by this model server"
-        if admit.prompt_logprobs:
-            return "prompt logprobs are not supported by this model server"
         for name, packed in (("prompt_ids", admit.prompt_ids), ("generated_ids", admit.generated_ids)):
             ids = np.frombuffer(packed, np.uint32)
             if len(ids) and int(ids.max()) >= self.model.vocab_size:
@@ -105,7 +98,7 @@ class ModelRunner:
         if any(token >= self.model.vocab_size for token in admit.stopping.stop_ids):
             return f"a stop id is outside the vocabulary of {self.model.vocab_size}"
         try:
-            refuse_unsupported(admit.sampling)
+            refuse_invalid(admit.sampling, self.model.vocab_size)
         except InvalidRequest as error:
             return str(error)
         return None
@@ -116,44 +109,65 @@ class ModelRunner:
         for row, admit in changes.added:
             self._forget(row)
             if self._state is not None:
-                self._state.add(row, admit.sampling)
-            if admit.top_n:
-                self._top_n[row] = admit.top_n
-            stopping = admit.stopping
-            if stopping.min_new_tokens:
-                # A model's own files may name an EOS that its head does not have: it is never chosen.
-                ends = sorted(token for token in stopping.end_ids if token < self.model.vocab_size)
-                first = len(admit.prompt_ids) // 4 + stopping.min_new_tokens
-                self._rules[row] = RowRules(first, tuple(ends))
+                self._add_sampling(self._state, row, admit)
+            self._top_n[row] = admit.top_n
         if changes.blocks:
             writes = to_device(block_writes(changes, self.max_blocks), self.device)
             self._block_tables.view(-1).index_copy_(0, writes[0], writes[1].to(torch.int32))
 
+    def _add_sampling(self, state: SamplingState, row: int, admit: Admit) -> None:
+        prompt_ids = np.frombuffer(admit.prompt_ids, np.uint32)
+        stopping = admit.stopping
+        ends: list[int] = []
+        if stopping.min_new_tokens:
+            # A model's own files may name an EOS that its head does not have: it is never chosen.
+            ends = sorted(token for token in stopping.end_ids if token < self.model.vocab_size)
+        generated_ids = np.frombuffer(admit.generated_ids, np.uint32)
+        state.add(row, admit.sampling, prompt_ids, generated_ids, len(prompt_ids) + stopping.min_new_tokens, ends)
+
     def _forget(self, row: int) -> None:
         if self._state is not None:
             self._state.remove(row)
-        self._rules.pop(row, None)
-        self._top_n.pop(row, None)
+        self._top_n[row] = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        launched = self.forward(plan)
+        self.choose(launched)
+        return launched
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def forward(self, plan: StepPlan) -> Launched:
         started = time.perf_counter_ns()
         begun = self._event()
         inputs = build_inputs(plan, self.device)
         hidden = self._forward(plan, inputs)
-        num_samples = int(np.count_nonzero(plan.samples))
-        launched = Launched(num_samples, begun=begun)
-        if num_samples:
-            if num_samples != plan.num_tokens:
+        launched = Launched(plan, inputs, begun=begun)
+        if plan.scoring is not None:
+            self._score(launched, hidden, plan.scoring.top_n)
+        if plan.samples.any():
+            if len(inputs.sample_tokens) != plan.num_tokens:
                 hidden = hidden.index_select(0, inputs.sample_tokens)
-            logits = self.model.logits(hidden)
-            ids = self._choose(plan, inputs, logits, launched)
-            if self.group.world_size > 1:
-                self.group.broadcast_(ids)
-            self._last_ids.index_copy_(0, inputs.sample_rows, ids)
-        launched.done = self._event()
+            launched.logits = self.model.logits(hidden)
+        launched.forwarded = self._event()
         launched.forward_ns = time.perf_counter_ns() - started
         return launched
+
+    def has_forwarded(self, launched: object) -> bool:
+        assert isinstance(launched, Launched)
+        return launched.forwarded is None or launched.forwarded.query()
+
+    @torch.inference_mode()
+    def choose(self, launched: object, constraint: Constraint | None = None) -> None:
+        assert isinstance(launched, Launched)
+        started = time.perf_counter_ns()
+        if launched.logits is not None:
+            if self._state is None:
+                self._follow(launched)
+            else:
+                self._lead(self._state, launched, constraint)
+            launched.logits = None
+        launched.done = self._event()
+        launched.forward_ns += time.perf_counter_ns() - started
 
     def collect(self, launched: object) -> Chosen:
         assert isinstance(launched, Launched)
@@ -161,15 +175,23 @@ class ModelRunner:
         if launched.done is not None and launched.begun is not None:
             launched.done.synchronize()
             forward_ns = int(launched.begun.elapsed_time(launched.done) * 1e6)
+        scores = None if launched.scores is None else launched.scores.read()
         if launched.ids is None or launched.logprobs is None or launched.is_nan is None:
             empty = np.empty(0, np.int64)
-            return Chosen(empty, np.empty(0, np.float32), np.empty(0, np.bool_), forward_ns=forward_ns)
+            return Chosen(
+                empty,
+                np.empty(0, np.float32),
+                np.empty(0, np.bool_),
+                prompt_scores=scores,
+                forward_ns=forward_ns,
+            )
         return Chosen(
             ids=launched.ids.numpy(),
             logprobs=launched.logprobs.numpy(),
             is_nan=launched.is_nan.numpy(),
             top_ids=None if launched.top_ids is None else launched.top_ids.numpy(),
             top_logprobs=None if launched.top_logprobs is None else launched.top_logprobs.numpy(),
+            prompt_scores=scores,
             forward_ns=forward_ns,
         )
 
@@ -214,36 +236,56 @@ class ModelRunner:
         )
         return self.model.forward(ids, inputs.positions, ForwardContext(step))
 
-    def _choose(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, launched: Launched) -> torch.Tensor:
-        """[s] ids. Rank 0 samples; the others hold a place for what it will send."""
-        if self._state is None:
-            return torch.empty(launched.num_samples, dtype=torch.int64, device=self.device)
-        rows = plan.rows[plan.samples]
-        self._ban_early_ends(rows, (plan.starts + plan.query_lens)[plan.samples], logits)
-        top_n = max((self._top_n.get(row, 0) for row in rows.tolist()), default=0) if self._top_n else 0
-        chosen = sample(
-            logits,
-            inputs.sample_rows,
-            inputs.sample_positions,
-            self._state,
-            greedy_only=self._state.is_greedy(rows),
-            top_n=top_n,
-        )
-        self._send_home(chosen, launched)
-        return chosen.ids
+    def _lead(self, state: SamplingState, launched: Launched, constraint: Constraint | None) -> None:
+        """Rank 0 chooses, and tells the other ranks. Rows that sit out never reach the sampler."""
+        plan, inputs, logits = launched.plan, launched.inputs, launched.logits
+        assert logits is not None
+        rows, positions = plan.rows[plan.samples], (plan.starts + plan.query_lens)[plan.samples]
+        sample_rows, sample_positions = inputs.sample_rows, inputs.sample_positions
+        taken = None
+        if constraint is not None and not constraint.takes.all():
+            rows, positions = rows[constraint.takes], positions[constraint.takes]
+            taken = to_device(np.flatnonzero(constraint.takes), self.device)
+            logits, sample_rows, sample_positions = (
+                column.index_select(0, taken) for column in (logits, sample_rows, sample_positions)
+            )
+        flags, ids = 0, sample_rows.new_empty(0)
+        if len(rows):
+            flags = state.flags(rows, positions)
+            top_n = int(self._top_n[rows].max())
+            allowed = None if constraint is None else self._allowed(constraint, len(rows))
+            chosen = sample(logits, sample_rows, sample_positions, state, flags=flags, top_n=top_n, allowed=allowed)
+            self._send_home(chosen, launched)
+            ids = chosen.ids
+        if self.group.world_size > 1:
+            everyones = ids
+            if taken is not None:
+                everyones = torch.full_like(inputs.sample_rows, NO_CHOICE).index_copy_(0, taken, ids)
+            self.group.broadcast_(everyones)
+        self._last_ids.index_copy_(0, sample_rows, ids)
+        state.commit(sample_rows, ids, flags)
 
-    def _ban_early_ends(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> None:
-        if not self._rules:
-            return
-        pairs = [
-            (index, token)
-            for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist()))
-            if (rules := self._rules.get(row)) is not None and position < rules.from_position
-            for token in rules.end_ids
-        ]
-        if pairs:
-            where = to_device(np.array(pairs, np.int64).T.copy(), self.device)
-            logits.view(-1).index_fill_(0, where[0] * logits.shape[1] + where[1], NEGATIVE_INFINITY)
+    def _follow(self, launched: Launched) -> None:
+        """What rank 0 has chosen for all rows of the plan, whoever of them sits out: every rank knows the shape."""
+        rows = launched.inputs.sample_rows
+        ids = self.group.broadcast_(torch.empty_like(rows))
+        kept = self._last_ids.index_select(0, rows)
+        self._last_ids.index_copy_(0, rows, torch.where(ids == NO_CHOICE, kept, ids))
+
+    def _allowed(self, constraint: Constraint, num_choices: int) -> torch.Tensor | None:
+        """[num_choices, ceil(vocab / 32)] int32. Only the masks of rows with a grammar are copied."""
+        if not len(constraint.masked):
+            return None
+        masks = to_device(constraint.masks, self.device)
+        if len(masks) == num_choices:
+            return masks
+        allowed = masks.new_full((num_choices, masks.shape[1]), -1)
+        return allowed.index_copy_(0, to_device(constraint.masked, self.device), masks)
+
+    def _score(self, launched: Launched, hidden: torch.Tensor, top_n: int) -> None:
+        scores = score_prompts(self.model, hidden, launched.inputs, top_n, keep=self.is_leader)
+        if scores is not None:
+            launched.scores = ScoreTensors(*map(self._to_host, (scores.logprobs, scores.top_ids, scores.top_logprobs)))
 
     def _send_home(self, chosen: SampleOutput, launched: Launched) -> None:
         launched.ids = self._to_host(chosen.ids)

@@ -13,6 +13,8 @@ from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
 from tgi.server.engine.outbox import Outbox
 from tgi.server.engine.warmup import WarmUp
+from tgi.server.grammar.compiler import Compiler
+from tgi.server.grammar.mask import PATIENCE_S, Masks
 from tgi.shard_client.messages import Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
 
 
@@ -27,8 +29,18 @@ class StreamIsOpen(InvalidRequest):
 class Shard:
     """Every method may be called from any thread."""
 
-    def __init__(self, info: ShardInfo, device: LeaderDevice, warm_up: WarmUp, loop: Loop, liveness: Liveness) -> None:
+    def __init__(
+        self,
+        info: ShardInfo,
+        device: LeaderDevice,
+        warm_up: WarmUp,
+        loop: Loop,
+        liveness: Liveness,
+        compiler: Compiler | None = None,
+    ) -> None:
+        """`compiler`: None refuses grammars."""
         self._info = info
+        self._masks = None if compiler is None else Masks(compiler, loop.wake)
         self._device = device
         self._warm_up = warm_up
         self._loop = loop
@@ -54,7 +66,7 @@ class Shard:
             self._liveness.enter(Phase.COMPILING)
             result, limits = self._warm_up.run(request)
             table = RequestTable(result.max_rows, result.block_size)
-            self._loop.install(Engine(self._device, table, limits))
+            self._loop.install(Engine(self._device, table, limits, self._masks))
             self._warm = result
         return self._warm
 
@@ -91,23 +103,34 @@ class Shard:
     def step_by_hand(
         self, command: Command, handles: Sequence[int], chunk_lens: Mapping[int, int] | None = None
     ) -> Step | None:
-        """Apply `command`, then run exactly these rows for one step: launch and collect, with nothing in between.
+        """Apply `command`, then run exactly these rows for one step: launch and collect, with nothing in between. Rows
+        whose grammars are not ready yet are waited for, on the caller's thread.
 
         `handles` may be empty: only the command is applied. Raises StreamIsOpen while a router holds the stream,
         NotWarm before the cache has a size.
         """
 
-        def stepping() -> Step | None:
-            engine = self._loop.engine
+        def engine_by_hand() -> Engine:
             if self._loop.has_stream:
                 raise StreamIsOpen("a generate.v4 stream is open: generate.v3 calls are refused until it ends")
-            if engine is None:
+            if self._loop.engine is None:
                 raise NotWarm("call Warmup first")
+            return self._loop.engine
+
+        def applying() -> list[int]:
+            engine = engine_by_hand()
             engine.apply(command)
-            if not handles:
-                return None
+            return engine.rows_under_grammar(handles)
+
+        def stepping() -> Step | None:
+            engine = engine_by_hand()
             num_tokens = len(handles) + sum((chunk_lens or {}).values())
             self._liveness.enter(Phase.RUNNING, engine.step_number + 1, engine.estimate_s(num_tokens))
             return engine.step(handles, chunk_lens)
 
+        rows = self._loop.call(applying)
+        if not handles:
+            return None
+        if rows and self._masks is not None:
+            self._masks.wait(rows, PATIENCE_S)  # who is not ready then has failed
         return self._loop.call(stepping)

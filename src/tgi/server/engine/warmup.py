@@ -9,13 +9,13 @@ import logging
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tgi.errors import StartupError
-from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.batch.step import RowChanges, Scoring, StepPlan
 from tgi.server.config import ShardConfig
 from tgi.server.engine.engine import Limits
 from tgi.server.engine.leader import LeaderDevice
@@ -36,6 +36,12 @@ RUN_AHEAD_S = 0.05
 WINDOW_RANGE = (4, 64)
 SPEED_PROMPT = 256  # tokens of the prompt that measures prefill speed: enough to leave the launch cost behind
 SPEED_DECODES = 4
+PLAIN = Sampling(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1)
+# Whatever takes memory per row: what some rows need later is left free, though it is not taken before.
+EVERYTHING = replace(
+    PLAIN, typical_p=0.9, min_p=0.01, repetition_penalty=1.1, watermark=True, raw_logprobs=True, logit_bias=((0, 1.0),)
+)
+SCORED_TOPS = 5  # alternatives at each prompt token of the worst step
 DEFAULT_MAX_POSITION = 4096  # for a config that names none
 
 
@@ -167,7 +173,7 @@ class WarmUp:
 
     def _worst_step(self, request: WarmupRequest) -> int:
         """Bytes that the largest legal step needs beside weights and cache: it is run once, on a cache made for it,
-        with all its rows sampling."""
+        with all its rows sampling, using every control, and wanting their prompts' logprobs."""
         backend, tokens = self._runner.backend, request.max_batch_prefill_tokens
         num_rows = max(1, min(request.max_rows, tokens // 2))
         each = tokens // num_rows
@@ -176,7 +182,7 @@ class WarmUp:
             self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
             torch.cuda.reset_peak_memory_stats(self._runner.device)
             before = torch.cuda.memory_allocated(self._runner.device)
-            self._prompts(num_rows, each, blocks_each)
+            self._prompts(num_rows, each, blocks_each, EVERYTHING, scored=True)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"Not enough memory to handle {tokens} prefill tokens. You need to decrease --max-batch-prefill-tokens"
@@ -195,11 +201,12 @@ class WarmUp:
         self._device.apply(RowChanges(removed=[1], added=[], blocks=[]))
         return max(fastest_decode, 1e-4), length / max(fastest_prompt, 1e-6)
 
-    def _prompts(self, num_rows: int, length: int, blocks_each: int) -> float:
+    def _prompts(
+        self, num_rows: int, length: int, blocks_each: int, sampling: Sampling = PLAIN, scored: bool = False
+    ) -> float:
         """Read `num_rows` prompts in one step; seconds. Rows 1… stay, blocks 1… are theirs."""
         vocab_size = self._runner.model.vocab_size
         prompt = (np.arange(length) * 7919 % vocab_size).astype(np.uint32)
-        sampling = Sampling(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1)
         rows = np.arange(1, num_rows + 1, dtype=np.int64)
         added = [
             (row, Admit(row, prompt.tobytes(), b"", 0, b"", sampling, Stopping(max_new_tokens=length)))
@@ -207,6 +214,10 @@ class WarmUp:
         ]
         blocks = np.arange(1, num_rows * blocks_each + 1, dtype=np.int32).reshape(num_rows, blocks_each)
         self._device.apply(RowChanges([], added, [(row, 0, blocks[row - 1]) for row in rows.tolist()]))
+        scoring = None
+        if scored:
+            targets = np.tile(prompt[1:], num_rows).astype(np.int64)
+            scoring = Scoring(np.full(num_rows, length - 1, np.int64), targets, SCORED_TOPS)
         return self._timed(
             StepPlan(
                 number=0,
@@ -217,6 +228,7 @@ class WarmUp:
                 samples=np.ones(num_rows, np.bool_),
                 from_device=np.zeros(num_rows, np.bool_),
                 ids=np.tile(prompt, num_rows).astype(np.int64),
+                scoring=scoring,
             )
         )
 

@@ -67,6 +67,7 @@ class Codec:
             priority=message.priority,
             top_n=message.top_n,
             prompt_logprobs=message.prompt_logprobs,
+            prompt_top_n=message.prompt_top_n,
             adapter_id=message.adapter_id,
             adapter_load=message.adapter_load,
             grammar=(Grammar(grammar.kind, grammar.source, grammar.begins_at) if message.HasField("grammar") else None),
@@ -120,7 +121,11 @@ class Codec:
             )
         for prompt in step.prompt_logprobs:
             message.prompt_logprobs.add(
-                handle=prompt.handle, first_position=prompt.first_position, logprobs=prompt.logprobs.tobytes()
+                handle=prompt.handle,
+                first_position=prompt.first_position,
+                logprobs=prompt.logprobs.tobytes(),
+                top_ids=prompt.top_ids.tobytes(),
+                top_logprobs=prompt.top_logprobs.tobytes(),
             )
         for error in step.errors:
             message.errors.add(handle=error.handle, code=error.code, message=error.message)

@@ -1,7 +1,8 @@
 """Counter-based noise: Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by
 seed, position and token id. It has no state: a request gets the same noise in every batch and on every device.
 
-key = (seed low, seed high), counter = (position low, position high, id // 4, 0); word id % 4 is the token's.
+key = (seed low, seed high), counter = (position low, position high, id // 4, domain); word id % 4 is the token's. Each
+use of such words has a domain of its own; the noise has 0.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def philox(
     return c0, c1, c2, c3
 
 
-def token_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def token_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, domain: int = 0) -> torch.Tensor:
     """seeds [n] int64 (the bits of a u64), positions [n] int64 -> the token's word, u32 in int64 [n, vocab_size]."""
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     quads = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
-    counter = (positions & _LOW, (positions >> 32) & _LOW, quads, torch.zeros_like(quads))
+    counter = (positions & _LOW, (positions >> 32) & _LOW, quads, torch.full_like(quads, domain))
     words = philox(counter, (seeds & _LOW, (seeds >> 32) & _LOW))
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
 

@@ -1,14 +1,28 @@
 """logits -> next ids. The order of the steps, per row:
 
-1. best: the row's largest logit; a row whose best is not finite (a NaN, +inf, or nothing possible) is marked `is_nan`
-2. temperature: score = (logit - best) / temperature
-3. top-k, then top-p of what is left, then min-p (`warpers`): the rest can no longer be chosen
-4. noise: Gumbel noise keyed by (seed, position, token id) (`noise`)
-5. choice: argmax of score + noise; a greedy row: argmax of the logits, without steps 2 to 4. Lower ids win among equals
-6. logprobs: of the chosen and of the best tokens, from the logits (raw) or from the scores left after step 3
+1. processors (`processors`), for greedy rows too:
+   a. logit bias: added to the logits of the model
+   b. watermark: green tokens, drawn by the token before, get delta more
+   c. repetition penalty, over prompt and output: a negative logit is multiplied by it, another divided
+   d. frequency and presence penalty, over the output: logit - (count · frequency + [count > 0] · presence)
+   e. grammar: tokens that `allowed` does not name become impossible (-inf)
+   f. min_new_tokens: ids that would end the row too early become impossible, unless nothing else is possible
+2. best: the row's largest logit; a row whose best is not finite (a NaN, +inf, or nothing possible) is marked `is_nan`
+3. temperature: score = (logit - best) / temperature
+4. top-k, then top-p of what is left, then min-p, then typical-p of what is left (`warpers`): the rest can no longer be
+   chosen; at least one token stays
+5. noise: Gumbel noise keyed by (seed, position, token id) (`noise`)
+6. choice: argmax of score + noise; a greedy row: argmax of the logits, without steps 3 to 5. Lower ids win among
+   equals
+7. logprobs: of the chosen and of the best tokens, from the model's own logits (raw), before step 1, or from what is
+   left after step 4
 
-Never waits for the device. Where a fused kernel exists (`ops/sampling`) it does all of this; here it is composed from
-torch. Both give the same ids.
+The order of 1b to 1e, 3 and 4 is TGI's (its min-p does not exist; transformers has it before typical-p too). A bias
+comes first, as it speaks of the model's logits. Bans come last, so that nothing makes up for -inf.
+
+What changes with each token (counts, the last id) is the device's and changes by `SamplingState.commit` alone. Never
+waits for the device. Where a fused kernel exists (`ops/sampling`) it does all of this; here it is composed from torch.
+Both give the same ids.
 """
 
 from __future__ import annotations
@@ -20,16 +34,20 @@ import torch
 from tgi.server.ops.sampling import (
     FLAG_RAW,
     FLAG_SAMPLED,
+    FLAG_TYPICAL,
     FLAGS,
+    FLAGS_PROCESSED,
     MIN_P,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TYPICAL_P,
 )
 from tgi.server.sampling.logprobs import log_normalizer, top_logprobs
 from tgi.server.sampling.noise import gumbel_noise
+from tgi.server.sampling.processors import process
 from tgi.server.sampling.state import SamplingState
 from tgi.server.sampling.warpers import scaled_scores, warp_mask
 
@@ -48,52 +66,68 @@ def sample(
     rows: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n] int64, index of the chosen token in prompt + generated
     state: SamplingState,
-    greedy_only: bool,  # no row samples (`state.is_greedy`)
+    flags: int,  # what any of the rows uses: `state.flags`
     top_n: int = 0,  # the most that any row asks for
+    allowed: torch.Tensor | None = None,  # [n, ceil(vocab / 32)] int32: bit i % 32 of word i // 32. None: all are
 ) -> SampleOutput:
     if state.kernel is not None:
         ids, logprobs, is_nan, scores, normalizers = state.kernel(
-            logits, state.table, rows, positions, greedy_only, top_n > 0
+            logits, state.tables, rows, positions, flags, allowed, top_n > 0
         )
         top = (None, None) if scores is None else top_logprobs(scores, normalizers, top_n)
         return SampleOutput(ids, logprobs, is_nan, *top)
-    if greedy_only:
-        return _sample_greedy(logits, top_n)
-    return _sample_full(logits, rows, positions, state, top_n)
+    if not flags & ~FLAG_RAW and allowed is None:
+        best, ids = logits.max(dim=-1)
+        is_nan = ~torch.isfinite(best)
+        return _finish(logits, torch.where(is_nan, 0, ids), is_nan, top_n)
+    return _compose(logits, rows, positions, state, flags, top_n, allowed)
 
 
-def _sample_greedy(logits: torch.Tensor, top_n: int) -> SampleOutput:
-    best, ids = logits.max(dim=-1)
-    is_nan = ~torch.isfinite(best)
-    normalizer = log_normalizer(logits)
-    return SampleOutput(torch.where(is_nan, 0, ids), best - normalizer, is_nan, *_top(logits, normalizer, top_n))
-
-
-def _sample_full(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, state: SamplingState, top_n: int
+def _compose(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    state: SamplingState,
+    flags: int,
+    top_n: int,
+    allowed: torch.Tensor | None,
 ) -> SampleOutput:
     words = state.table[rows]
-    reals = words.view(torch.float32)
-    sampled = (words[:, FLAGS] & FLAG_SAMPLED).bool().unsqueeze(1)
-    raw = (words[:, FLAGS] & FLAG_RAW).bool().unsqueeze(1)
-    seeds = (words[:, SEED_HIGH].long() << 32) | (words[:, SEED_LOW].long() & 0xFFFFFFFF)
-
-    best, greedy_ids = logits.max(dim=-1)
+    processed = logits
+    if flags & FLAGS_PROCESSED or allowed is not None:
+        processed = process(logits, words, positions, state.tables, flags, allowed)
+    best, ids = processed.max(dim=-1)
     is_nan = ~torch.isfinite(best)
-    scores = scaled_scores(logits, reals[:, TEMPERATURE])
-    keep = warp_mask(scores, words[:, TOP_K].long(), reals[:, TOP_P], reals[:, MIN_P], state.max_top_k)
-    warped = scores.masked_fill(~keep, float("-inf"))
-    noisy = warped + gumbel_noise(seeds, positions, logits.shape[1])
-    ids = torch.where(sampled.squeeze(1), noisy.argmax(-1), greedy_ids)
+    if processed is not logits:  # a mask may hide what is broken
+        is_nan |= ~torch.isfinite(logits.amax(dim=-1))
+    shown = processed
+    if flags & FLAG_SAMPLED:
+        shown = _warp(processed, words, state, flags)
+        sampled = (words[:, FLAGS] & FLAG_SAMPLED).bool()
+        ids = torch.where(sampled, _draw(shown, words, positions), ids)
     ids = torch.where(is_nan, 0, ids)
+    if flags & FLAG_RAW and shown is not logits:
+        shown = torch.where((words[:, FLAGS] & FLAG_RAW).bool().unsqueeze(1), logits, shown)
+    return _finish(shown, ids, is_nan, top_n)
 
-    shown = torch.where(raw, logits, warped)
+
+def _warp(logits: torch.Tensor, words: torch.Tensor, state: SamplingState, flags: int) -> torch.Tensor:
+    """Scores [n, vocab]: -inf for what can no longer be chosen."""
+    reals = words.view(torch.float32)
+    scores = scaled_scores(logits, reals[:, TEMPERATURE])
+    typical_p = reals[:, TYPICAL_P] if flags & FLAG_TYPICAL else None
+    keep = warp_mask(scores, words[:, TOP_K].long(), reals[:, TOP_P], reals[:, MIN_P], state.max_top_k, typical_p)
+    return scores.masked_fill(~keep, float("-inf"))
+
+
+def _draw(scores: torch.Tensor, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    seeds = (words[:, SEED_HIGH].long() << 32) | (words[:, SEED_LOW].long() & 0xFFFFFFFF)
+    return (scores + gumbel_noise(seeds, positions, scores.shape[1])).argmax(-1)
+
+
+def _finish(shown: torch.Tensor, ids: torch.Tensor, is_nan: torch.Tensor, top_n: int) -> SampleOutput:
+    """`shown` [n, vocab]: what logprobs are taken from."""
     normalizer = log_normalizer(shown)
     logprobs = shown.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer
-    return SampleOutput(ids, logprobs, is_nan, *_top(shown, normalizer, top_n))
-
-
-def _top(
-    scores: torch.Tensor, normalizer: torch.Tensor, top_n: int
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    return top_logprobs(scores, normalizer, top_n) if top_n > 0 else (None, None)
+    top = top_logprobs(shown, normalizer, top_n) if top_n > 0 else (None, None)
+    return SampleOutput(ids, logprobs, is_nan, *top)

@@ -1,8 +1,9 @@
-"""Temperature, top-k, top-p and min-p as one cut per row, without sorting. Plain torch, never waits for the device.
+"""Temperature, top-k, top-p, min-p and typical-p as one cut per row, without sorting. Plain torch, never waits for the
+device.
 
-Every warper but temperature keeps the best of a row, so together they are a threshold. It is found by bisection over
-the 31 bits of a score, on counts (top-k) and on masses (top-p). Masses are integers: their sums do not depend on the
-order of summation, so a row is cut alike in every batch and on every device.
+Every warper is a threshold: of a score or, for typical-p, of a score's distance from the mean. It is found by
+bisection over the 31 bits of such a number, on counts (top-k) and on masses (top-p, typical-p). Masses are integers:
+their sums do not depend on the order of summation, so a row is cut alike in every batch and on every device.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ def warp_mask(
     top_p: torch.Tensor,  # [n] f32; ≥ 1: off
     min_p: torch.Tensor,  # [n] f32; 0: off
     max_top_k: int | None = None,
+    typical_p: torch.Tensor | None = None,  # [n] f32; ≥ 1: off
 ) -> torch.Tensor:
     """What may still be chosen, bool [n, vocab], at least one token of each row. `max_top_k` bounds `top_k` where the
-    host knows a bound (0: no row uses it).
+    host knows a bound (0: no row uses it). `typical_p` is None where no row uses it.
 
     top-k: scores below the k-th best go; equals of the k-th stay. top-p: the smallest set, best first and lower ids
     first among equals, whose share of what top-k kept reaches top_p. min-p: tokens with less than min_p times the
-    probability of the best go.
+    probability of the best go. typical-p (Meister et al., "Locally typical sampling", 2022): of what all these kept,
+    the smallest set whose share reaches typical_p, first those whose information is nearest to its mean; equals of the
+    last stay. The best may go.
     """
     ranks = scores.view(torch.int32) & _RANK_MASK  # of a value ≤ 0: smaller is better
     kept = _top_k_mask(scores, ranks, top_k, max_top_k)
     weights = exact_exp(scores)
-    return (kept & _top_p_mask(ranks, weights, kept, top_p)) & (weights >= min_p.unsqueeze(1))
+    kept = (kept & _top_p_mask(ranks, weights, kept, top_p)) & (weights >= min_p.unsqueeze(1))
+    return kept if typical_p is None else kept & _typical_mask(scores, weights, kept, typical_p)
 
 
 def _top_k_mask(scores: torch.Tensor, ranks: torch.Tensor, top_k: torch.Tensor, max_top_k: int | None) -> torch.Tensor:
@@ -59,9 +64,9 @@ def _top_k_mask(scores: torch.Tensor, ranks: torch.Tensor, top_k: torch.Tensor, 
 
 
 def _top_p_mask(ranks: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    masses = torch.where(kept, (weights * 2.0**MASS_BITS).to(torch.int64), 0)
+    masses = _masses(weights, kept)
     share = top_p.unsqueeze(1).double()
-    needed = (share * masses.sum(-1, keepdim=True).double()).to(torch.int64).clamp(min=1)
+    needed = _needed(share, masses)
 
     def mass_within(limit: torch.Tensor) -> torch.Tensor:
         return torch.where(ranks <= limit, masses, 0).sum(-1, keepdim=True)
@@ -73,6 +78,32 @@ def _top_p_mask(ranks: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, 
     border_count = (needed - mass_within(limit - 1) + border_mass - 1) // border_mass
     chosen = (ranks < limit) | (border & (border.cumsum(-1) <= border_count))
     return chosen | (share >= 1.0)
+
+
+def _typical_mask(
+    scores: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, typical_p: torch.Tensor
+) -> torch.Tensor:
+    """|-log p - entropy| is |score - mean score|: the normalizer falls out."""
+    masses = _masses(weights, kept)
+    moments = torch.where(masses > 0, (weights * scores * 2.0**MASS_BITS).to(torch.int64), 0)
+    mean = moments.sum(-1, keepdim=True).double() / masses.sum(-1, keepdim=True).double()
+    distances = (scores - mean.float()).abs().view(torch.int32)
+    share = typical_p.unsqueeze(1).double()
+    needed = _needed(share, masses)
+
+    def mass_within(limit: torch.Tensor) -> torch.Tensor:
+        return torch.where(distances <= limit, masses, 0).sum(-1, keepdim=True)
+
+    return (distances <= _smallest_rank(lambda limit: mass_within(limit) >= needed, distances)) | (share >= 1.0)
+
+
+def _masses(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return torch.where(kept, (weights * 2.0**MASS_BITS).to(torch.int64), 0)
+
+
+def _needed(share: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+    """The mass [n, 1] int64 that a share of all is, at least that of one token."""
+    return (share * masses.sum(-1, keepdim=True).double()).to(torch.int64).clamp(min=1)
 
 
 def _smallest_rank(holds: Callable[[torch.Tensor], torch.Tensor], ranks: torch.Tensor) -> torch.Tensor:

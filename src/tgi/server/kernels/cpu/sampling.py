@@ -33,25 +33,49 @@ from tgi.server.kernels.cpu.vector import (
     uint8_at,
 )
 from tgi.server.kernels.sampling_words import (
+    BAN_UNTIL,
+    COUNT_SLOT,
+    EDIT_SLOT,
+    FLAG_BANNED,
+    FLAG_BIASED,
+    FLAG_PENALISED,
     FLAG_RAW,
     FLAG_SAMPLED,
+    FLAG_WATERMARK,
     FLAGS,
+    FLAGS_PROCESSED,
+    FREQUENCY,
+    IN_PROMPT,
+    LAST_ID,
     MIN_P,
     NUM_WORDS,
+    PRESENCE,
+    REPETITION,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TYPICAL_P,
+    WATERMARK_DOMAIN,
+    WATERMARK_KEY,
+    RowTables,
 )
 
 (
     LOGITS,  # float32 [n, ROW_STRIDE]
     ROW_STRIDE,
     VOCAB_SIZE,
-    ROWS,  # int64 [n], 0: every row is greedy
+    ROWS,  # int64 [n], 0: every row is greedy, and nothing changes its logits
     POSITIONS,  # int64 [n]
     TABLE,  # int32 [.., NUM_WORDS]
+    COUNTS,  # int32 [slots, VOCAB_SIZE]
+    EDIT_IDS,  # int64 [slots, EDIT_WIDTH]
+    EDIT_VALUES,  # float32 [slots, EDIT_WIDTH]
+    EDIT_WIDTH,
+    GREEN_LIMIT,
+    GREEN_DELTA,  # float32 bits
+    ALLOWED,  # int32 [n, ceil(VOCAB_SIZE / 32)], 0: everything is
     IDS,  # int64 [n]
     LOGPROBS,  # float32 [n]
     IS_NAN,  # uint8 [n]
@@ -59,8 +83,8 @@ from tgi.server.kernels.sampling_words import (
     NORMALIZERS,  # float32 [n]
     SCRATCH,
     SCRATCH_STRIDE,  # bytes of one thread
-) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 13)
-NUM_ARGUMENTS = FIRST_ARGUMENT + 13
+) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 20)
+NUM_ARGUMENTS = FIRST_ARGUMENT + 20
 
 _BLOCK = 64
 _RANK_MASK = np.int32(0x7FFFFFFF)
@@ -75,6 +99,8 @@ _REACH = (np.float32(4.0), np.float32(9.0), np.float32(20.0), _INF)
 _FEW = 4096
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_NOISE, _WATERMARK = np.uint64(0), np.uint64(WATERMARK_DOMAIN)
+_OUTPUT_COUNT = np.int32(IN_PROMPT - 1)
 _LOW, _HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -180,13 +206,13 @@ def _collect(scores, vocab_size, block_ranks, limit, ids, ranks):
 
 
 @njit(error_model="numpy")
-def _philox(position, seed, first_quad, count, words):
+def _philox(position, seed, domain, first_quad, count, words):
     """Words of the tokens 4 · first_quad and following."""
     for i in range(count):
         c0 = position & _LOW
         c1 = position >> _HALF_WORD
         c2 = np.uint64(first_quad + i)
-        c3 = np.uint64(0)
+        c3 = np.uint64(domain)
         k0 = seed & _LOW
         k1 = seed >> _HALF_WORD
         for _ in range(10):
@@ -226,7 +252,7 @@ def _choose_all(scores, vocab_size, block_ranks, best_id, position, seed, words,
             continue
         begin = block * _BLOCK
         count = min(_BLOCK, vocab_size - begin)
-        _philox(position, seed, begin // 4, (count + 3) // 4, words)
+        _philox(position, seed, _NOISE, begin // 4, (count + 3) // 4, words)
         best = _best_noisy(scores, begin, count, words, noisy)
         if best > chosen_value or (best == chosen_value and begin < chosen):
             chosen, chosen_value = begin + _find(noisy, 0, best), best
@@ -240,7 +266,7 @@ def _choose_among(scores, ids, count, position, seed, words):
         token = np.int64(ids[i])
         if _MAX_NOISE + scores[token] < chosen_value:
             continue
-        _philox(position, seed, token // 4, 1, words)
+        _philox(position, seed, _NOISE, token // 4, 1, words)
         value = scores[token] + exact_gumbel(words[token % 4])
         if value > chosen_value:
             chosen, chosen_value = token, value
@@ -284,7 +310,7 @@ def _scale(logits, vocab_size, best, temperature, scores, block_ranks):
 
 
 @njit(error_model="numpy")
-def _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, ids, ranks, masses):
+def _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, typical_p, ids, ranks, masses):
     """Tokens that may still be chosen, in the order of ids: how many, and their mass."""
     needed = np.int64(1)
     count = 0
@@ -303,6 +329,9 @@ def _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, ids, ranks, mass
             count = _collect(scores, vocab_size, block_ranks, bits_of_float(reach), ids, ranks)
             if _fill_masses(ranks, masses, count) >= needed:
                 break
+    elif min_p <= _ZERO:
+        count = _collect(scores, vocab_size, block_ranks, _NO_RANK - np.int32(1), ids, ranks)
+        _fill_masses(ranks, masses, count)
     else:
         # One part in a hundred further than min-p reaches: rounding stays on the safe side.
         reach = np.float32(0.01) - np.float32(np.log(min_p))
@@ -332,10 +361,39 @@ def _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, ids, ranks, mass
                 masses[kept] = masses[i]
                 kept += 1
         count = kept
+    if typical_p < np.float32(1):
+        count = _only_typical(scores, ids, masses, count, typical_p, ranks)
+    return count, _sum(masses, count)
+
+
+@njit(error_model="numpy")
+def _sum(masses, count):
     total = np.int64(0)
     for i in range(count):
         total += masses[i]
-    return count, total
+    return total
+
+
+@njit(error_model="numpy")
+def _only_typical(scores, ids, masses, count, typical_p, distances):
+    """Of the tokens, those whose score is nearest to the mean, until their share suffices; equals of the last too."""
+    moment = np.int64(0)
+    for i in range(count):
+        if masses[i] > 0:
+            score = scores[ids[i]]
+            moment += np.int64(exact_exp(score) * score * _MASS_ONE)
+    total = _sum(masses, count)
+    mean = np.float32(np.float64(moment) / np.float64(total))
+    for i in range(count):
+        distances[i] = bits_of_float(scores[ids[i]] - mean) & _RANK_MASK
+    limit = _rank_of_mass(distances, masses, count, _share(typical_p, total))
+    kept = 0
+    for i in range(count):
+        if distances[i] <= limit:
+            ids[kept] = ids[i]
+            masses[kept] = masses[i]
+            kept += 1
+    return kept
 
 
 @njit(error_model="numpy")
@@ -388,9 +446,104 @@ def _show(arguments, index, logits, scores, ids, count, vocab_size, is_cut, is_r
 
 
 @njit(error_model="numpy")
+def _add_edits(arguments, words_of_row, scores, with_bans):
+    """Biases, or the bans, whose values are -inf."""
+    width = _word(arguments, EDIT_WIDTH)
+    entry = width * np.int64(words_of_row[EDIT_SLOT])
+    ids = carray(int64_at(_word(arguments, EDIT_IDS) + 8 * entry), (width,))
+    values = carray(float32_at(_word(arguments, EDIT_VALUES) + 4 * entry), (width,))
+    for i in range(width):
+        if (values[i] == -_INF) == with_bans:
+            scores[ids[i]] += values[i]
+
+
+@njit(error_model="numpy")
+def _add_watermark(arguments, words_of_row, scores, words):
+    limit = _word(arguments, GREEN_LIMIT)
+    delta = float_of_bits(np.int32(_word(arguments, GREEN_DELTA)))
+    key = np.uint64(np.int64(words_of_row[LAST_ID]) * np.int64(WATERMARK_KEY))
+    for begin in range(0, scores.size, _BLOCK):
+        count = min(_BLOCK, scores.size - begin)
+        _philox(np.uint64(0), key, _WATERMARK, begin // 4, (count + 3) // 4, words)
+        for i in range(count):
+            if words[i] < limit:
+                scores[begin + i] += delta
+
+
+@njit(error_model="numpy")
+def _penalise(arguments, words_of_row, scores):
+    slot = np.int64(words_of_row[COUNT_SLOT])
+    counts = carray(int32_at(_word(arguments, COUNTS) + 4 * scores.size * slot), (scores.size,))
+    repetition = float_of_bits(words_of_row[REPETITION])
+    frequency = float_of_bits(words_of_row[FREQUENCY])
+    presence = float_of_bits(words_of_row[PRESENCE])
+    for i in range(scores.size):
+        if counts[i] != 0:
+            score = scores[i]
+            score = score * repetition if score < _ZERO else score / repetition
+            count = counts[i] & _OUTPUT_COUNT
+            scores[i] = score - (np.float32(count) * frequency + (presence if count > 0 else _ZERO))
+
+
+@njit(error_model="numpy")
+def _mask(allowed, scores):
+    for i in range(scores.size):
+        if (allowed[i >> 5] >> np.int32(i & 31)) & np.int32(1) == 0:
+            scores[i] = -_INF
+
+
+@njit(error_model="numpy")
+def _has_other(scores, arguments, words_of_row):
+    """Is anything possible but the row's banned ids? Counts, since a ban names an id once."""
+    width = _word(arguments, EDIT_WIDTH)
+    entry = width * np.int64(words_of_row[EDIT_SLOT])
+    ids = carray(int64_at(_word(arguments, EDIT_IDS) + 8 * entry), (width,))
+    values = carray(float32_at(_word(arguments, EDIT_VALUES) + 4 * entry), (width,))
+    possible = 0
+    for i in range(scores.size):
+        possible += np.int64(scores[i] > -_INF)
+    for i in range(width):
+        if values[i] == -_INF and scores[ids[i]] > -_INF:
+            possible -= 1
+    return possible > 0
+
+
+@njit(error_model="numpy")
+def _process(arguments, index, words_of_row, position, logits, scores, words):
+    """scores = logits after the processors, in the order of `sampling/sampler.py`."""
+    flags = words_of_row[FLAGS]
+    for i in range(scores.size):
+        scores[i] = logits[i]
+    if flags & FLAG_BIASED:
+        _add_edits(arguments, words_of_row, scores, False)
+    if flags & FLAG_WATERMARK:
+        _add_watermark(arguments, words_of_row, scores, words)
+    if flags & FLAG_PENALISED:
+        _penalise(arguments, words_of_row, scores)
+    if _word(arguments, ALLOWED) != 0:
+        width = (scores.size + 31) // 32
+        _mask(carray(int32_at(_word(arguments, ALLOWED) + 4 * width * index), (width,)), scores)
+    is_early = flags & FLAG_BANNED and position < np.int64(words_of_row[BAN_UNTIL])
+    if is_early and _has_other(scores, arguments, words_of_row):
+        _add_edits(arguments, words_of_row, scores, True)
+
+
+@njit(error_model="numpy")
+def _best_block(values):
+    """The best, the first of the blocks that have it, and the number of NaN."""
+    best, best_block, broken = -_INF, 0, np.int32(0)
+    for begin in range(0, values.size, 1024):
+        other, other_broken = _best_of(values, begin, min(begin + 1024, values.size))
+        broken += other_broken
+        if other > best:
+            best, best_block = other, begin
+    return best, best_block, broken
+
+
+@njit(error_model="numpy")
 def _sample_row(arguments, scratch, index):
     vocab_size = _word(arguments, VOCAB_SIZE)
-    logits = carray(float32_at(_word(arguments, LOGITS) + 4 * _word(arguments, ROW_STRIDE) * index), (vocab_size,))
+    raw = carray(float32_at(_word(arguments, LOGITS) + 4 * _word(arguments, ROW_STRIDE) * index), (vocab_size,))
     out_id = carray(int64_at(_word(arguments, IDS) + 8 * index), (1,))
     out_logprob = carray(float32_at(_word(arguments, LOGPROBS) + 4 * index), (1,))
     out_is_nan = carray(uint8_at(_word(arguments, IS_NAN) + index), (1,))
@@ -405,19 +558,7 @@ def _sample_row(arguments, scratch, index):
     ranks = carray(int32_at(lists + 12 * _BLOCK * num_blocks), (vocab_size,))
     words = carray(int64_at(lists + 16 * _BLOCK * num_blocks), (_BLOCK,))
     noisy = carray(float32_at(lists + 16 * _BLOCK * num_blocks + 8 * _BLOCK), (_BLOCK,))
-
-    best, best_block, broken = -_INF, 0, np.int32(0)
-    for begin in range(0, vocab_size, 1024):
-        other, other_broken = _best_of(logits, begin, min(begin + 1024, vocab_size))
-        broken += other_broken
-        if other > best:
-            best, best_block = other, begin
-    if broken > 0 or best == _INF or best == -_INF:
-        out_id[0], out_logprob[0], out_is_nan[0], out_normalizer[0] = 0, _NAN, 1, _NAN
-        _show(arguments, index, logits, logits, ids, 0, vocab_size, True, False, best)
-        return
-    best_id = _find(logits, best_block, best)
-    out_is_nan[0] = 0
+    processed = carray(float32_at(lists + 16 * _BLOCK * num_blocks + 12 * _BLOCK), (vocab_size,))
 
     flags = np.int32(0)
     words_of_row = carray(int32_at(_word(arguments, TABLE)), (1,))
@@ -425,9 +566,28 @@ def _sample_row(arguments, scratch, index):
         row = load_int64(_word(arguments, ROWS) + 8 * index)
         words_of_row = carray(int32_at(_word(arguments, TABLE) + 4 * NUM_WORDS * row), (NUM_WORDS,))
         flags = words_of_row[FLAGS]
+
+    raw_best, best_block, broken = _best_block(raw)
+    is_broken = broken > 0 or raw_best == _INF or raw_best == -_INF
+    logits, best = raw, raw_best
+    if not is_broken and (flags & FLAGS_PROCESSED != 0 or _word(arguments, ALLOWED) != 0):
+        position = load_int64(_word(arguments, POSITIONS) + 8 * index)
+        _process(arguments, index, words_of_row, position, raw, processed, words)
+        logits = processed
+        best, best_block, broken = _best_block(logits)
+        is_broken = broken > 0 or best == _INF or best == -_INF
+    if is_broken:
+        out_id[0], out_logprob[0], out_is_nan[0], out_normalizer[0] = 0, _NAN, 1, _NAN
+        _show(arguments, index, logits, logits, ids, 0, vocab_size, True, False, best)
+        return
+    best_id = _find(logits, best_block, best)
+    out_is_nan[0] = 0
+
     if flags & FLAG_SAMPLED == 0:
+        if flags & FLAG_RAW:
+            logits, best = raw, raw_best
         normalizer = _normalizer(logits, vocab_size, best)
-        out_id[0], out_logprob[0], out_normalizer[0] = best_id, -normalizer, normalizer
+        out_id[0], out_logprob[0], out_normalizer[0] = best_id, (logits[best_id] - best) - normalizer, normalizer
         _show(arguments, index, logits, logits, ids, 0, vocab_size, False, True, best)
         return
 
@@ -436,12 +596,13 @@ def _sample_row(arguments, scratch, index):
     top_k = np.int64(words_of_row[TOP_K])
     top_p = float_of_bits(words_of_row[TOP_P])
     min_p = float_of_bits(words_of_row[MIN_P])
+    typical_p = float_of_bits(words_of_row[TYPICAL_P])
     _scale(logits, vocab_size, best, float_of_bits(words_of_row[TEMPERATURE]), scores, block_ranks)
-    is_cut = 0 < top_k < vocab_size or top_p < np.float32(1) or min_p > _ZERO
+    is_cut = 0 < top_k < vocab_size or top_p < np.float32(1) or min_p > _ZERO or typical_p < np.float32(1)
     count = 0
     normalizer = _ZERO
     if is_cut:
-        count, total = _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, ids, ranks, masses)
+        count, total = _keep(scores, vocab_size, block_ranks, top_k, top_p, min_p, typical_p, ids, ranks, masses)
         normalizer = np.float32(np.log(np.float64(total) * _SCALE))
         if count <= _FEW:
             chosen = _choose_among(scores, ids, count, position, seed, words)
@@ -453,12 +614,12 @@ def _sample_row(arguments, scratch, index):
         if flags & FLAG_RAW == 0:
             normalizer = _normalizer(scores, vocab_size, _ZERO)
     if flags & FLAG_RAW != 0:
-        normalizer = _normalizer(logits, vocab_size, best)
-        out_logprob[0] = (logits[chosen] - best) - normalizer
+        normalizer = _normalizer(raw, vocab_size, raw_best)
+        out_logprob[0] = (raw[chosen] - raw_best) - normalizer
     else:
         out_logprob[0] = scores[chosen] - normalizer
     out_id[0], out_normalizer[0] = chosen, normalizer
-    _show(arguments, index, logits, scores, ids, count, vocab_size, is_cut, flags & FLAG_RAW != 0, best)
+    _show(arguments, index, raw, scores, ids, count, vocab_size, is_cut, flags & FLAG_RAW != 0, raw_best)
 
 
 @worker
@@ -476,15 +637,16 @@ _kept = threading.local()  # scratch of each thread that samples: fresh pages ea
 
 def _scratch_bytes(vocab_size: int) -> int:
     num_blocks = -(-vocab_size // _BLOCK)
-    return (4 * (_BLOCK + 1) * num_blocks + 16 * _BLOCK * num_blocks + 12 * _BLOCK + 127) // 64 * 64
+    return (4 * (_BLOCK + 1) * num_blocks + 20 * _BLOCK * num_blocks + 12 * _BLOCK + 127) // 64 * 64
 
 
 def sample(
     logits: torch.Tensor,
-    table: torch.Tensor,
+    tables: RowTables,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    greedy_only: bool,
+    flags: int,
+    allowed: torch.Tensor | None,
     with_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As `ops.sampling.sample`."""
@@ -495,6 +657,12 @@ def sample(
     # The kernel sees addresses alone.
     assert logits.dtype == torch.float32, "logits are float32"
     assert rows.dtype == positions.dtype == torch.int64, "rows and positions are int64"
+    if allowed is not None:
+        allowed = allowed.contiguous()
+        assert allowed.dtype == torch.int32, "masks are int32"
+        assert allowed.shape == (n, -(-vocab_size // 32)), "a mask has a bit for each token"
+    # Alone, raw logprobs change nothing for a greedy row.
+    is_plain = not flags & ~FLAG_RAW and allowed is None
     ids = torch.empty(n, dtype=torch.int64)
     logprobs = torch.empty(n)
     is_nan = torch.empty(n, dtype=torch.bool)
@@ -508,7 +676,10 @@ def sample(
     words[NUM_ITEMS] = n
     words[LOGITS : SCRATCH_STRIDE + 1] = (
         logits.data_ptr(), logits.stride(0), vocab_size,
-        0 if greedy_only else rows.data_ptr(), positions.data_ptr(), table.data_ptr(),
+        0 if is_plain else rows.data_ptr(), positions.data_ptr(), tables.words.data_ptr(),
+        tables.counts.data_ptr(), tables.edit_ids.data_ptr(), tables.edit_values.data_ptr(), tables.edit_ids.shape[1],
+        tables.green_limit, int(np.float32(tables.green_delta).view(np.int32)),
+        0 if allowed is None else allowed.data_ptr(),
         ids.data_ptr(), logprobs.data_ptr(), is_nan.data_ptr(),
         0 if shown is None else shown.data_ptr(), normalizers.data_ptr(),
         scratch.data_ptr(), stride,

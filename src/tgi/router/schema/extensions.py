@@ -1,0 +1,42 @@
+"""Fields that chats and the protocols translated into chats (Responses, Messages) have under the same name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from tgi.router.schema.numbers import Int32, UInt32
+
+
+class SharedFields(Struct, frozen=True, kw_only=True):
+    """The first group is in all protocols; the second are extensions, which mean what they mean in a chat."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | list[float] | None = None
+    seed: int | None = None
+    min_tokens: UInt32 | None = None
+    stop_token_ids: list[UInt32] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Int32 | None = None
+    cache: bool | None = None
+    cache_salt: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None

@@ -1,0 +1,39 @@
+"""Environment -> ShardConfig: watermark and prompt logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tgi.errors import StartupError
+from tgi.server.config import ShardConfig
+from tgi.server.platforms.detect import platform_of
+from tgi.server.resolve import ServeArgs, resolve
+
+
+def resolved(**environment: str) -> ShardConfig:
+    return resolve(ServeArgs(model_id="m"), Path("m"), platform_of("cpu"), {"ATTENTION": "cpu", **environment})
+
+
+@pytest.mark.fault("TGI#2973")
+def test_prompt_logprobs_are_computed_unless_refused() -> None:
+    assert resolved().prompt_logprobs
+    assert not resolved(REQUEST_LOGPROBS="false").prompt_logprobs
+
+
+@pytest.mark.row("A: watermark")
+def test_a_watermark_has_tgis_defaults_and_variables() -> None:
+    plain = resolved()
+    assert (plain.watermark_gamma, plain.watermark_delta) == (0.5, 2.0)
+    set_ = resolved(WATERMARK_GAMMA="0.25", WATERMARK_DELTA="-1.5")
+    assert (set_.watermark_gamma, set_.watermark_delta) == (0.25, -1.5)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WATERMARK_GAMMA": "0"}, {"WATERMARK_GAMMA": "1"}, {"WATERMARK_GAMMA": "nan"}, {"WATERMARK_DELTA": "inf"}],
+)
+def test_a_watermark_that_means_nothing_is_refused_by_name(environment: dict[str, str]) -> None:
+    with pytest.raises(StartupError, match=f"^{next(iter(environment))} must be"):
+        resolved(**environment)

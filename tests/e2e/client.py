@@ -107,6 +107,11 @@ class Client:
         async with self._session.post(path, json=body) as response:
             return response.status
 
+    async def exchange(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and content of a plain answer, whatever it says."""
+        async with self._session.post(path, json=body) as response:
+            return response.status, await response.json()
+
     async def metric(self, series: str) -> float:
         async with self._session.get("/metrics") as response:
             for line in (await response.text()).splitlines():

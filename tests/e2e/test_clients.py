@@ -1,9 +1,10 @@
-"""Many calls at once through the clients' asynchronous halves: each has its own answer. (One at a time: tests/.)"""
+"""Many calls at once through the clients' asynchronous halves: each has its own answer, equal ones the same."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import text_generation
@@ -78,3 +79,23 @@ def test_old_client(bundled_server: Server) -> None:
         return "".join(pieces)
 
     asyncio.run(all_at_once(ask))
+
+
+@pytest.mark.row("F: Behaviour that TGI's integration tests exercise", "G: 3 the same seed alone and under load")
+def test_the_same_question_has_the_same_answer_in_company(bundled_server: Server) -> None:
+    """Log probabilities within what TGI's own tests allow."""
+    asked: dict[str, Any] = {"max_new_tokens": 8, "details": True, "return_full_text": False, "seed": 3}
+
+    async def run() -> None:
+        async with AsyncInferenceClient(bundled_server.url) as client:
+
+            async def ask() -> tuple[str, list[float]]:
+                answer = await client.text_generation("What is Deep Learning?", **asked)
+                assert answer.details is not None
+                return answer.generated_text, [token.logprob for token in answer.details.tokens]
+
+            text, chances = await ask()
+            for found in await asyncio.gather(*(ask() for _ in range(8))):
+                assert found == (text, pytest.approx(chances, rel=0.2))
+
+    asyncio.run(run())

@@ -157,9 +157,7 @@ def serving(
 ) -> Iterator[App]:
     """The limits are small: 100 input tokens, 200 in total."""
     backend = backend or ScriptedBackend()
-    limits = limits or Limits(
-        max_input_tokens=100, max_total_tokens=200, vocab_size=VOCAB_SIZE, prompt_logprobs=True
-    )
+    limits = limits or Limits(max_input_tokens=100, max_total_tokens=200, vocab_size=VOCAB_SIZE, prompt_logprobs=True)
     tokenizer = tokenizer or byte_tokenizer(("Hello", " world"), chat_template)
     pool = EncodePool(tokenizer, 1)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)

@@ -47,6 +47,13 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+def begins(grammar: Grammar, text: str) -> bool:
+    """May an allowed text begin with `text`? A last character that is cut is passed over."""
+    matcher = matcher_of(grammar)
+    ids = list(text.rstrip("\ufffd").encode())
+    return matcher.try_consume_tokens(ids) == len(ids)
+
+
 def spelled(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 

@@ -85,6 +85,8 @@ CASES = [
     SchemaCase("minimum", {"type": "number", "minimum": -0.5}, [-0.5, 0, 12.25, 10**12], [-0.6, -1]),
     SchemaCase("minimum", {"type": "integer", "minimum": 1.5}, [2], [1]),
     SchemaCase("minimum", {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -(10**14)], [1.5]),
+    SchemaCase("minimum", {"type": "number", "minimum": 2000000, "multipleOf": 0.000000001}, [2000000.5], [1]),
+    SchemaCase("minimum", {"type": "integer", "minimum": 10**16}, refused="more than 15 digits"),
     SchemaCase("maximum", {"type": "number", "maximum": 2.5}, [2.5, -7, 2], [2.51, 3]),
     SchemaCase("maximum", {"type": "integer", "minimum": 5, "maximum": 4}, refused="no value satisfies"),
     SchemaCase("maximum", {"type": "integer", "maximum": "5"}, refused="`maximum` must be a number"),

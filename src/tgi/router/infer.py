@@ -31,17 +31,19 @@ class Infer:
         self.max_answers = max_concurrent_requests
         self.free_permits = max_concurrent_requests
 
-    def accept(self, num_answers: int = 1) -> Call:
+    def accept(self, num_answers: int = 1, param: str | None = None) -> Call:
         """Count a request and give each of its answers (`n`, `best_of`, several prompts) a permit.
 
-        Raises Overloaded when there are too few now, InvalidRequest when there can never be enough.
+        `param`: the field that asks for several. Raises Overloaded when there are too few now, InvalidRequest when there can never be enough.
         """
         self.metrics.count("tgi_request_count")
         if num_answers > self.max_answers:
             self.metrics.count("tgi_request_failure", "validation")
+            field = f"`{param}`: " if param else ""
             raise InvalidRequest(
-                f"one request may ask for at most {self.max_answers} answers (see --max-concurrent-requests). "
-                f"Given: {num_answers}"
+                f"{field}one request may ask for at most {self.max_answers} answers (see --max-concurrent-requests). "
+                f"Given: {num_answers}",
+                param,
             )
         if num_answers > self.free_permits:
             self.metrics.count("tgi_request_failure", "overloaded")

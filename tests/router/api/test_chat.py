@@ -149,7 +149,7 @@ def test_streamed_and_plain_content_are_the_same_without_special_tokens(app: App
     tokens = [Said("a"), Said("<|im_start|>", special=True), Said(""), Said("日 😀"), EOS]
     app.backend.script = Script(tokens)
     contents = [chunk["choices"][0]["delta"] for chunk in chunks_of(app)]
-    assert contents == [{"role": "assistant", "content": text} for text in ("a", "", "", "日 😀", "")]
+    assert contents == [{"role": "assistant", "content": "a"}, *({"content": text} for text in ("", "", "日 😀", ""))]
     assert app.post(CHAT, {"messages": USER}).json["choices"][0]["message"]["content"] == "a日 😀"
 
 
@@ -249,6 +249,7 @@ def test_the_last_assistant_message_is_continued(app: App) -> None:
     ("body", "param"),
     [
         ({"n": 0}, "n"),
+        ({"n": 9}, "n"),  # more than there are permits
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"logit_bias": {"999999": 5}}, "logit_bias"),
@@ -509,9 +510,10 @@ def test_a_streamed_tool_call(tool_app: App, choice: Any, size: int) -> None:
     tool_app.backend.script = Script([*map(Said, pieces), EOS])
     chunks = [chunk["choices"][0] for chunk in chunks_of(tool_app, tools=TOOLS, tool_choice=choice)]
     *deltas, last = [chunk["delta"] for chunk in chunks]
-    assert last == {"role": "assistant"}
+    assert last == {}
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(deltas) + ["tool_calls"]
-    assert all(list(delta) == ["role", "tool_calls"] for delta in deltas)
+    assert deltas[0].pop("role") == "assistant"
+    assert all(list(delta) == ["tool_calls"] for delta in deltas)
     (head,) = deltas[0]["tool_calls"]
     assert head == {
         "index": 0,

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes.app import App, serving
 from tests.fakes.backend import EOS, HELLO, Said, Script
@@ -12,7 +16,9 @@ from tests.fakes.tokenizer import BOS_ID, unpacked
 from tgi.enums import FinishReason
 from tgi.errors import GenerationFailed, Overloaded
 from tgi.router.api.logprobs import Columns
-from tgi.router.backend import PromptToken, TopToken
+from tgi.router.api.openai_request import grammar_aside
+from tgi.router.backend import PromptToken, TokenEvent, TopToken
+from tgi.router.schema.completions import CompletionRequest
 from tgi.router.validation.parameters import Limits
 from tgi.router.validation.request import ValidRequest
 
@@ -340,6 +346,7 @@ class Words:
         ((b"a", b"b"), (1, 100, 1, 101), "<s>a<s>b", [0, 3, 4, 7]),
         ((b" Hi", b" you"), (100, 101), "Hi you", [0, 2]),  # SentencePiece puts a blank before the text
         ((b"\xc3", b"\xa9", b"x"), (100, 101, 102), "éx", [0, 0, 1]),
+        ((b"\xc3", b"x", b"\xa9", b"y"), (100, 101, 102, 103), "\ufffdx\ufffdy", [0, 1, 2, 3]),  # ids of no valid text
     ],
 )
 def test_where_the_tokens_of_a_prompt_lie(
@@ -349,6 +356,26 @@ def test_where_the_tokens_of_a_prompt_lie(
     columns.add_prompt([PromptToken(token_id, "", -0.5) for token_id in ids], text)
     assert columns.take().text_offset == offsets
     assert columns.take().tokens == []
+
+
+@given(st.lists(st.sampled_from(("é", "😀", "a", " b")) | st.binary(min_size=1, max_size=3), max_size=12))
+def test_where_the_tokens_of_an_answer_lie(pieces: list[str | bytes]) -> None:
+    """Also where their bytes are no UTF-8: behind the text of all tokens before, or inside the last character of it."""
+    tokens = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    columns = Columns(Words(*tokens), 0)
+    for index in range(len(tokens)):
+        columns.add(TokenEvent(100 + index, "", -0.5, False), "")
+    for index, offset in enumerate(columns.take().text_offset):
+        before = len(b"".join(tokens[:index]).decode("utf-8", "replace"))
+        assert offset in ((before - 1, before) if tokens[index][0] & 0xC0 == 0x80 else (before,))
+
+
+def test_a_special_token_that_is_shown_takes_room(app: App) -> None:
+    app.backend.script = Script((said("a"), Said("<|im_start|>", special=True), said("b"), EOS))
+    body = {"prompt": "Hi", "logprobs": 0}
+    for keeps, offsets in ((False, [0, 1, 13, 14]), (True, [0, 1, 1, 2])):
+        choice = app.post(COMPLETIONS, {**body, "skip_special_tokens": keeps}).json["choices"][0]
+        assert choice["logprobs"]["text_offset"] == offsets
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -370,6 +397,15 @@ def test_an_error_in_a_stream_is_an_event_and_then_done(app: App) -> None:
     assert answer.events[-1] == b"[DONE]"
 
 
+@pytest.mark.parametrize(("body", "param"), [({"n": 9}, "n"), ({"prompt": ["a"] * 3, "n": 4}, "n")])
+def test_more_answers_than_the_server_ever_gives_are_refused_by_name(
+    app: App, body: dict[str, Any], param: str
+) -> None:
+    answer = app.post(COMPLETIONS, {"prompt": "Hi", **body})
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+    assert "at most 8 answers" in answer.json["error"]["message"]
+
+
 @pytest.mark.fault("vllm#37011")
 def test_too_long_has_its_own_code(app: App) -> None:
     for body in ({"prompt": "a" * 150}, {"prompt": "Hi", "max_tokens": 199}):
@@ -382,6 +418,20 @@ def test_a_grammar(app: App) -> None:
     assert app.backend.requests[-1].grammar is not None
     answer = app.post(COMPLETIONS, {"prompt": "Hi", "guided_regex": "a", "guided_json": {"type": "object"}})
     assert answer.status == 400
+
+
+def test_a_grammar_with_schemas_inside_is_read_beside_the_event_loop() -> None:
+    readers: list[int] = []
+
+    class Seen(dict[str, Any]):
+        def items(self) -> Any:
+            readers.append(threading.get_ident())
+            return super().items()
+
+    body = CompletionRequest(prompt="Hi", structured_outputs=Seen(grammar="start: %json {}"))
+    wish = asyncio.run(grammar_aside(body))
+    assert wish is not None and wish.param == "structured_outputs.grammar"
+    assert threading.get_ident() not in readers and readers
 
 
 def test_special_tokens_are_text_when_asked_for(app: App) -> None:

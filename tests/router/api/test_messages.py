@@ -16,7 +16,7 @@ from tests.fakes.tokenizer import unpacked
 from tgi.enums import FinishReason
 from tgi.errors import ContextTooLong, GenerationFailed, Overloaded, Unavailable
 from tgi.router.schema.chat import ChatRequest
-from tgi.router.schema.extensions import SharedFields
+from tgi.router.schema.shared_fields import SharedFields
 from tgi.router.validation.parameters import Limits
 
 MESSAGES = "/v1/messages"
@@ -36,7 +36,7 @@ SPELLED_OUT = (
     "{% for m in messages %}{{ m.role }}({{ m.name or '' }}{{ m.tool_call_id or '' }}): "
     "{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}]"
-    "{% endfor %}\n{% endfor %}{{ enable_thinking }}{% if tools %}{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}{{ enable_thinking }}{% if tools %}{% endif %}"
 )
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{# answers begin with <think> #}"
 

@@ -144,7 +144,7 @@ def _beyond(field: str, kind: str, name: str, limit: Any) -> Any:
         case "maximum":
             return limit + 1 if kind == "integer" else limit * 2
         case "maxItems":
-            return [str(item) if field == "stop" else 7 for item in range(limit + 1)]
+            return [str(item) if field in ("stop", "stop_sequences") else 7 for item in range(limit + 1)]
     raise AssertionError(f"no test for {name}")
 
 
@@ -154,7 +154,7 @@ def _at(field: str, kind: str, name: str, limit: Any) -> Any:
         case "exclusiveMinimum":
             return limit + 0.25
         case "maxItems":
-            return [str(item) if field == "stop" else 7 for item in range(limit)]
+            return [str(item) if field in ("stop", "stop_sequences") else 7 for item in range(limit)]
     return limit
 
 
@@ -162,10 +162,20 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GenerateParameters": ("/generate", {"inputs": "x"}),
     "ChatRequest": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     "CompletionRequest": ("/v1/completions", {"prompt": "x"}),
+    "ResponsesRequest": ("/v1/responses", {"input": "x"}),
+    "MessagesRequest": ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
 }
 
 # An integer's own width alone is what these say; the limits of a server's memory are found later.
-TOO_MUCH_TO_RUN = {"max_tokens", "max_new_tokens", "max_completion_tokens", "min_tokens", "n", "best_of"}
+TOO_MUCH_TO_RUN = {
+    "max_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "best_of",
+}
 HANGS_ON_OTHERS = {"top_n_tokens", "top_logprobs", "logprobs"}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import time
 
 import pytest
 
@@ -152,6 +154,27 @@ def test_silence_is_filled_with_comments_once_the_stream_is_open(path: str) -> N
         blocks = dechunk(received).split(b"\n\n")[:-1]
         assert blocks[1] == b":"
         assert all(block == b":" or block.startswith(b"data: ") for block in blocks)
+
+
+def test_tokens_that_show_nothing_yet_are_silence() -> None:
+    """As those of a tool's name, until it is complete."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with serving(ScriptedBackend(None), keep_alive_s=0.02) as app:
+        client = app.open(CHAT, {**BODIES[CHAT], "tools": tools})
+        playing = app.backend.next_playing()
+        playing.say('{"name": "')
+        client.settimeout(0.001)
+        received = b""
+        give_up = time.monotonic() + WAIT_S
+        while not received.endswith(b":\n\n\r\n"):
+            assert time.monotonic() < give_up, received
+            playing.say("x")
+            with contextlib.suppress(TimeoutError):
+                received += client.recv(1 << 16)
+        client.settimeout(WAIT_S)
+        playing.say(EOS, script=HELLO)
+        received = read_until(client, b"0\r\n\r\n", received)
+        assert b'"content":"{\\"name\\": \\"xx' in received
 
 
 def test_no_comment_opens_a_stream_before_its_first_event() -> None:

@@ -318,9 +318,20 @@ def test_members_that_a_schema_names_are_all_there_are_unless_it_says_otherwise(
         ({"properties": {"a": {}}, "additionalProperties": True}, True),
         ({"allOf": [{"properties": {"b": {}}}]}, True),
         ({"type": ["object", "null"], "properties": {"b": {}}}, True),
+        ({"properties": {"a": {}}, "required": ["b"]}, True),
+        ({"type": "object", "minProperties": 1}, True),
+        ({"propertyNames": {"enum": ["b"]}}, True),
     ):
         planned = plan({"function": {"name": "f", "parameters": schema}}, choice="required")
         assert vocabulary.accepts(lark_of(planned), answer) == takes, schema
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": 5, "required": ["a"]}, {"required": 5}, {"required": [["a"]]}, {"minProperties": "1"}]
+)
+def test_parameters_that_make_no_sense_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{'|'.join(schema)}`"):
+        plan({"function": {"name": "f", "parameters": schema}}, choice="required")
 
 
 @pytest.mark.parametrize("name", ['we"ird\\ {name}', "naïve 東京", "a.b/c:d-e"])

@@ -149,7 +149,18 @@ def test_the_extensions(fields: dict[str, Any], wish: GrammarWish | None) -> Non
         ({"guided_choice": ["a", ""]}, "none of them empty", "guided_choice"),
         ({"guided_choice": ["a", 1]}, "must be a list of strings", "guided_choice"),
         ({"guided_choice": list(map(str, range(MAX_CHOICES + 1)))}, "supports up to 10000 choices", "guided_choice"),
-        ({"structured_outputs": {"structural_tag": {}, "whitespace_pattern": " "}}, "whitespace_pattern` is not", None),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern` is not supported", None),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structural_tag` is no JSON", None),
+        ({"structured_outputs": {"structural_tag": {"structures": []}}}, "must be an object with `triggers`", None),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
+                }
+            },
+            "has no trigger that '<a>' begins with",
+            None,
+        ),
         ({"structured_outputs": [1]}, "`structured_outputs` must be an object", "structured_outputs"),
         ({"guided_grammar": "start: %json {"}, "no JSON behind `%json`", "guided_grammar"),
         ({"guided_grammar": 'start: %json {"uniqueItems": true}'}, "`uniqueItems` is not supported", "guided_grammar"),
@@ -192,6 +203,7 @@ def test_a_prepared_schema_is_one_line_of_json_that_keeps_the_order() -> None:
         ({"type": "object", "properties": {"a/b": {"uniqueItems": True}}}, "`uniqueItems` .*, at #/properties/a~1b"),
         ({"description": "a" * (MAX_SOURCE + 1)}, "at most 262144 are checked"),
         ("[]", "grammar is not supported"),
+        ({"properties": {str(i): {"maxLength": i} for i in range(401)}}, "more than 400 parts"),
     ],
 )
 def test_a_schema_that_cannot_be_prepared_is_blamed_on_its_field(schema: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from tests.fakes.grammars import accepts, matcher_of, spelled, write
 from tests.fakes.tokenizer import TURN_END, byte_tokenizer
 from tgi.errors import InvalidRequest, Overloaded
 from tgi.router.validation import grammar_checker
-from tgi.router.validation.grammar import GrammarWish
+from tgi.router.validation.grammar import GrammarWish, guided_grammar
 from tgi.router.validation.grammar_checker import MAX_WAITING, NUM_WORKERS, Engine, GrammarChecker
 from tgi.shard_client.messages import Grammar
 
@@ -227,6 +227,24 @@ def test_lark_and_ebnf(source: str, text: str) -> None:
 )
 def test_another_grammar_is_refused_saying_why(source: str, reason: str) -> None:
     assert reason in refusal("lark", source)
+
+
+def test_a_structural_tag_holds_its_spans_and_leaves_the_rest_free() -> None:
+    tag = {
+        "triggers": ["<call="],
+        "structures": [
+            {"begin": f"<call={name}>", "schema": {"properties": {"a": schema}}, "end": "</call>"}
+            for name, schema in (("one", {"type": "integer"}), ("two", {"type": "null"}))
+        ],
+    }
+    for value in (tag, json.dumps(tag)):
+        wish = guided_grammar(structured_outputs={"structural_tag": value})
+        assert wish is not None
+        grammar = passed("lark", wish.value)
+        assert accepts(grammar, "free text")
+        assert accepts(grammar, 'first <call=one>{"a":1}</call> then <call=two>{"a":null}</call>\n')
+        assert not accepts(grammar, '<call=one>{"a":null}</call>')
+        assert not accepts(grammar, "<call=three>")
 
 
 # Limits.

@@ -12,6 +12,7 @@ from jsonschema.validators import Draft202012Validator
 from tests.fakes.grammars import accepts, spelled, write
 from tests.fakes.schemas import CASES, KEYWORDS_2020_12, SchemaCase, random_schema
 from tests.fakes.tokenizer import byte_tokenizer
+from tgi.router.validation.grammar import prepare_schema
 from tgi.router.validation.grammar_checker import Engine
 from tgi.shard_client.messages import Grammar
 
@@ -61,6 +62,16 @@ def test_a_keyword_is_enforced_or_refused_by_name(case: SchemaCase) -> None:
 
 def _has_old_items(schema: Any) -> bool:
     return isinstance(schema, dict) and isinstance(schema.get("items"), list)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused is None], ids=lambda case: case.keyword)
+def test_a_prepared_schema_can_be_part_of_another(case: SchemaCase) -> None:
+    prepared = json.loads(prepare_schema(case.schema, "tools"))
+    del prepared["x-guidance"]
+    definitions = prepared.pop("$defs", {})
+    again = grammar_of({"type": "array", "items": prepared, "minItems": 1, "$defs": definitions})
+    assert [value for value in case.valid if not accepts(again, spelled([value]))] == []
+    assert [value for value in case.invalid if accepts(again, spelled([value]))] == []
 
 
 def test_the_table_knows_every_keyword_of_the_specification() -> None:

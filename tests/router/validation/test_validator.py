@@ -51,6 +51,14 @@ def test_a_chat_prompt_gets_no_second_bos() -> None:
     assert unpacked(validate("hello", CHAT).prompt_ids) == ids_of("hello")
 
 
+@pytest.mark.parametrize("door", [NATIVE, CHAT])
+def test_a_text_that_is_no_unicode_is_blamed_on_the_field_that_brought_it(door: Door) -> None:
+    """A template can make one: of an escape within the JSON text of a call's arguments."""
+    with pytest.raises(InvalidRequest, match="lone surrogate") as raised:
+        validate("\ud800", door)
+    assert raised.value.param == door.inputs
+
+
 @pytest.mark.fault("TGI#189")
 def test_truncate_keeps_the_last_tokens_and_the_lengths_follow() -> None:
     request = validate("a" * 500 + "tail", truncate=4)

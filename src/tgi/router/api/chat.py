@@ -32,7 +32,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     services = services_of(request)
     body = await _body.read(request, services.payload_limit)
     n = 1 if body.n is None else body.n
-    with services.infer.accept(max(n, 1)) as call:
+    with services.infer.accept(max(n, 1), "n") as call:
         if n < 1:
             raise InvalidRequest(f"`n` must be strictly positive. Given: {n}", "n")
         prompt = await prepare_chat(services, body)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from tgi.enums import FinishReason
 from tgi.errors import TgiError
@@ -146,7 +146,8 @@ class ChatFrames:
         self._parses = parser is not None
         self._reader = AnswerReader(parser, look.keep_special)
         self._num_tokens = 0
-        self._plain: tuple[bytes, bytes] | None = None
+        self._has_begun = False
+        self._plain: tuple[bytes, bytes] | None = None  # around the text of a chunk that is neither first nor last
         if look.num_alternatives is None and not usage.in_chunks:
             self._plain = cut_at_text(event_of(self._chunk([self._choice(Delta(content=""))])), b"content")
 
@@ -155,12 +156,13 @@ class ChatFrames:
 
     def token(self, event: TokenEvent) -> bytes:
         finish = event.finish
-        if self._plain is not None and finish is None and not self._parses:
+        plain = self._plain if self._has_begun and finish is None else None
+        if plain is not None and not self._parses:
             text = visible_text(event, self._look.keep_special) if event.special else event.text
-            return b"%b%b%b" % (self._plain[0], _encode(text), self._plain[1])
+            return b"%b%b%b" % (plain[0], _encode(text), plain[1])
         parts = self._reader.read(event)
-        if self._plain is not None and finish is None and len(parts) == 1 and isinstance(parts[0], Content):
-            return b"%b%b%b" % (self._plain[0], _encode(parts[0].text), self._plain[1])
+        if plain is not None and len(parts) == 1 and isinstance(parts[0], Content):
+            return b"%b%b%b" % (plain[0], _encode(parts[0].text), plain[1])
         self._num_tokens += 1
         deltas = [_delta(part) for part in parts]
         if finish is not None:
@@ -173,6 +175,7 @@ class ChatFrames:
         choices = [self._choice(delta) for delta in deltas]
         if choices:
             choices[0].logprobs = logprobs
+            self._begin(choices[0])
         if finish is not None:
             last = choices[-1]
             last.finish_reason = self._reader.reason(finish)
@@ -188,6 +191,11 @@ class ChatFrames:
         if not self._usage.at_end:
             return DONE
         return event_of(self._chunk([], self._tally.usage())) + DONE
+
+    def _begin(self, first: ChunkChoice) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            first.delta = structs.replace(first.delta, role="assistant")
 
     def _choice(self, delta: Delta) -> ChunkChoice:
         return ChunkChoice(index=self._index, delta=delta)

@@ -67,9 +67,10 @@ class _Writer:
         before, self._pending = self._pending, ""
         if self._look.is_scoring:
             return before
+        shown = visible_text(event, self._look.keep_special)
         if self._columns is not None:
-            self._columns.add(event)
-        return before + visible_text(event, self._look.keep_special)
+            self._columns.add(event, shown)
+        return before + shown
 
     def logprobs(self) -> CompletionLogprobs | None:
         """Of the tokens since the last call."""

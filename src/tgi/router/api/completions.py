@@ -17,12 +17,13 @@ from tgi.router.api.errors import Refused, openai_response
 from tgi.router.api.headers import answer_headers, priority_of, stream_headers, traceparent_of
 from tgi.router.api.openai_answer import Tally, head_of, joined, stream_usage
 from tgi.router.api.openai_answer import encode as _encode
-from tgi.router.api.openai_request import grammar_of, parameters_of
+from tgi.router.api.openai_request import grammar_aside, parameters_of
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.infer import Call, Collector
 from tgi.router.schema.completions import CompletionRequest
 from tgi.router.validation.door import COMPLETIONS
+from tgi.router.validation.grammar import GrammarWish
 from tgi.router.validation.request import ValidRequest, fork
 from tgi.router.validation.validator import Wish
 
@@ -43,8 +44,9 @@ async def completions(request: Request) -> Response | EventStream:
     prompts = prompts_of(body)
     check(body, len(prompts), services)
     num_answers = body.best_of or body.n or 1  # to each prompt
-    with services.infer.accept(len(prompts) * num_answers) as call:
-        valids = [fork(await _validate(request, body, prompt, call), num_answers) for prompt in prompts]
+    with services.infer.accept(len(prompts) * num_answers, "n" if num_answers > 1 else "prompt") as call:
+        grammar = await grammar_aside(body)
+        valids = [fork(await _validate(request, body, prompt, grammar, call), num_answers) for prompt in prompts]
         if body.stream:
             return _stream(services, body, call, prompts, valids)
         collectors = await collect(request, call, [valid for siblings in valids for valid in siblings])
@@ -102,7 +104,9 @@ def is_scoring(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-async def _validate(request: Request, body: CompletionRequest, prompt: Prompt, call: Call) -> ValidRequest:
+async def _validate(
+    request: Request, body: CompletionRequest, prompt: Prompt, grammar: GrammarWish | None, call: Call
+) -> ValidRequest:
     door = COMPLETIONS if body.add_special_tokens is not False else replace(COMPLETIONS, add_special_tokens=False)
     # Scoring alone makes a token too, which is not shown.
     max_tokens = 1 if is_scoring(body) else body.max_tokens
@@ -115,7 +119,7 @@ async def _validate(request: Request, body: CompletionRequest, prompt: Prompt, c
             received_at=call.received_at,
             traceparent=traceparent_of(request),
             prompt_ids=prompt.ids,
-            grammar=grammar_of(body),
+            grammar=grammar,
         )
     )
     return replace(valid, prompt_top_n=body.logprobs or 0) if valid.prompt_logprobs else valid

@@ -6,7 +6,8 @@ possible stop string is held back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import codecs
+from collections.abc import Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from tgi.router.schema.numbers import shortest_f32
 
 UNLIKELY = -9999.0
 """OpenAI's word for a probability that rounds to nothing; JSON has none for minus infinity."""
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes(Protocol):
@@ -46,20 +50,23 @@ class Columns:
     def __init__(self, vocabulary: TokenBytes, max_alternatives: int) -> None:
         self._vocabulary = vocabulary
         self._max_alternatives = max_alternatives
-        self._offset = 0  # characters of the choice's text that have begun
+        self._place = _Place()
         self._columns = CompletionLogprobs([], [], [], [])
 
     def add_prompt(self, tokens: Sequence[PromptToken], text: str) -> None:
         """The tokens of an echoed prompt, whose text is `text`."""
-        offsets = _places(text, [self._vocabulary.token_bytes(token.id) for token in tokens])
-        for token, offset in zip(tokens, offsets, strict=True):
-            self._add(token.id, token.logprob, token.top_tokens, offset)
-        self._offset = len(text)
+        for token in tokens:
+            raw = self._vocabulary.token_bytes(token.id)
+            if not self._place.spells(raw, text):
+                # What the tokenizer added takes no room: a BOS, or the blank that some put before the text.
+                raw = raw[1:] if raw[:1] == b" " and self._place.spells(raw[1:], text) else b""
+            self._add(token.id, token.logprob, token.top_tokens, self._place.begin(raw))
+        self._place = _Place(len(text))
 
-    def add(self, event: TokenEvent) -> None:
-        raw = b"" if event.special else self._vocabulary.token_bytes(event.token_id)
-        self._add(event.token_id, event.logprob, event.top_tokens, self._offset - _is_inside(raw))
-        self._offset += _num_characters(raw)
+    def add(self, event: TokenEvent, shown: str) -> None:
+        """`shown`: what the token adds to the text. Of a plain token the bytes count: what they show may come later."""
+        raw = shown.encode() if event.special else self._vocabulary.token_bytes(event.token_id)
+        self._add(event.token_id, event.logprob, event.top_tokens, self._place.begin(raw))
 
     def take(self) -> CompletionLogprobs:
         columns, self._columns = self._columns, CompletionLogprobs([], [], [], [])
@@ -70,7 +77,7 @@ class Columns:
         number = None if logprob is None else _number(logprob)
         columns.tokens.append(name)
         columns.token_logprobs.append(number)
-        columns.text_offset.append(max(offset, 0))
+        columns.text_offset.append(offset)
         columns.top_logprobs.append(None if number is None else self._alternatives(alternatives, name, number))
 
     def _alternatives(self, alternatives: Sequence[TopToken], chosen: str, logprob: float) -> dict[str, float]:
@@ -90,30 +97,27 @@ class Columns:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _places(text: str, tokens: Iterable[bytes]) -> list[int]:
-    """Where each token begins in a text that they spell, in characters. One that was added, as a BOS, takes no room."""
-    whole = text.encode()
-    places: list[int] = []
-    at = characters = 0
-    for raw in tokens:
-        place = characters - _is_inside(raw)
-        if not whole.startswith(raw, at):
-            # Some tokenizers put a blank before the text.
-            raw = raw[1:] if raw[:1] == b" " and whole.startswith(raw[1:], at) else b""
-        places.append(place)
-        at += len(raw)
-        characters += _num_characters(raw)
-    return places
+class _Place:
+    """How far a text has come, in characters: bytes that are no UTF-8 count as the U+FFFD that is shown for them."""
 
+    def __init__(self, start: int = 0) -> None:
+        self._decoder = _Utf8Decoder("replace")
+        self._at = start  # behind the last character that is complete
 
-def _is_inside(raw: bytes) -> bool:
-    """Do they go on with a character that an earlier token began?"""
-    return raw[:1] != b"" and raw[0] & 0xC0 == 0x80
+    def begin(self, raw: bytes) -> int:
+        """Where a token of these bytes begins: one that goes on with a character, where that character does."""
+        begun, _ = self._decoder.getstate()
+        breaks_off = begun and raw and raw[0] & 0xC0 != 0x80
+        place = self._at + 1 if breaks_off else self._at
+        self._at += len(self._decoder.decode(raw))
+        return place
 
-
-def _num_characters(raw: bytes) -> int:
-    """Characters that begin in these bytes of UTF-8."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
+    def spells(self, raw: bytes, text: str) -> bool:
+        """Does `text` go on with these bytes?"""
+        state = self._decoder.getstate()
+        shown = self._decoder.decode(raw)
+        self._decoder.setstate(state)
+        return text.startswith(shown, self._at)
 
 
 def _number(logprob: float) -> float:

@@ -85,7 +85,7 @@ def _assistant_message(turn: Turn, where: str, names: dict[str, str]) -> Message
     return Message(
         role="assistant",
         content="".join(texts) if texts or not calls else None,
-        reasoning_content="".join(thoughts) if thoughts else None,
+        reasoning_content="".join(thoughts) or None,
         tool_calls=calls or None,
     )
 

@@ -16,7 +16,9 @@ from tgi.enums import FinishReason
 from tgi.errors import TgiError
 from tgi.router.api.chat_frames import AnswerReader
 from tgi.router.api.errors import anthropic_body
-from tgi.router.api.translation import Run, Runs, named_event, shown
+from tgi.router.api.openai_answer import cut_at_text, encode
+from tgi.router.api.runs import Run, Runs, plain_text, shown
+from tgi.router.api.translation import named_event
 from tgi.router.backend import Finish, PromptToken, TokenEvent
 from tgi.router.chat.answer import AnswerParser
 from tgi.router.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -99,13 +101,17 @@ class MessageFrames:
         self._reader = AnswerReader(parser, keep_special=False)
         self._runs = Runs()
         self._has_begun = False
+        self._text: tuple[bytes, bytes] | None = None  # around a delta of the block that is open, if that is a text
 
     def prompt(self, tokens: Sequence[PromptToken]) -> None:
         """Messages tell nothing of their prompt."""
 
     def token(self, event: TokenEvent) -> bytes:
+        parts = self._reader.read(event)
+        if self._text is not None and event.finish is None and (text := plain_text(parts)):
+            return b"%b%b%b" % (self._text[0], encode(text), self._text[1])
         events = [] if self._has_begun else self._begin()
-        for part in shown(self._reader.read(event)):
+        for part in shown(parts):
             if self._runs.add(part):
                 events += self._turn_to(part)
             if not isinstance(part, CallBegin):
@@ -133,6 +139,8 @@ class MessageFrames:
 
     def _turn_to(self, part: Part) -> list[Struct]:
         """Close the block before the one that begins with `part`."""
+        empty = ContentBlockDelta(self._last, TextDelta(""))
+        self._text = cut_at_text(named_event(empty), b"text") if isinstance(part, Content) else None
         return [*self._close_block(self._last - 1), ContentBlockStart(self._last, _empty_block(part))]
 
     def _close_block(self, index: int) -> list[Struct]:

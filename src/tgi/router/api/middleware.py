@@ -18,6 +18,7 @@ REQUEST_ID = "tgi.request_id"
 
 EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "x-compute-type",
     "x-compute-time",
     "x-compute-characters",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tgi.router.schema.chat import ChatRequest
 from tgi.router.schema.completions import CompletionRequest
 from tgi.router.schema.generate import GenerateParameters
@@ -52,3 +54,11 @@ def grammar_of(body: ChatRequest | CompletionRequest) -> GrammarWish | None:
         body.structured_outputs,
         None if body.response_format is None else response_format_grammar(body.response_format),
     )
+
+
+async def grammar_aside(body: ChatRequest | CompletionRequest) -> GrammarWish | None:
+    """As `grammar_of`, beside the event loop where schemas inside a grammar are read: that may take hundreds of
+    milliseconds."""
+    if body.guided_grammar is None and body.structured_outputs is None:
+        return grammar_of(body)
+    return await asyncio.to_thread(grammar_of, body)

@@ -188,12 +188,17 @@ KSERVE_READY = Operation("kserve_ready", CLOUDS, "KServe: is the model there?", 
 
 
 def kserve_model(operation_id: str) -> Operation:
-    return Operation(operation_id, CLOUDS, "KServe: the model", answer=(ModelMetadata,))
+    return Operation(operation_id, CLOUDS, "KServe: the model", answer=(ModelMetadata,), errors=(404,))
 
 
 def kserve_model_ready(operation_id: str) -> Operation:
     return Operation(
-        operation_id, CLOUDS, "KServe: is the model there?", answer=(ModelReady,), answers={503: ModelReady}
+        operation_id,
+        CLOUDS,
+        "KServe: is the model there?",
+        answer=(ModelReady,),
+        errors=(404,),
+        answers={503: ModelReady},
     )
 
 
@@ -209,5 +214,5 @@ def kserve_infer(operation_id: str) -> Operation:
             "outputs": [{"name": "text"}],
         },
         answer=(InferResponse,),
-        errors=RUNNING,
+        errors=(*RUNNING, 404),
     )

@@ -78,7 +78,7 @@ class _Conversation:
             case None | "message":
                 self._add_message(item, where)
             case "reasoning":
-                self._thoughts.append(_text(item.content or item.summary or "", f"{where}.content"))
+                self._add_thought(item, where)
             case "function_call":
                 self._add_call(item, where)
             case "function_call_output":
@@ -95,7 +95,7 @@ class _Conversation:
                 Message(
                     role="assistant",
                     content="".join(self._texts) if self._texts or not self._calls else None,
-                    reasoning_content="".join(self._thoughts) if self._thoughts else None,
+                    reasoning_content="".join(self._thoughts) or None,
                     tool_calls=self._calls or None,
                 )
             )
@@ -110,6 +110,13 @@ class _Conversation:
             self._texts.append(text)
         else:
             self.finish().append(Message(role=item.role, content=text))
+
+    def _add_thought(self, item: InputItem, where: str) -> None:
+        """One that is encrypted alone says nothing to the model."""
+        field = "content" if item.content else "summary"
+        text = _text(item.content or item.summary or "", f"{where}.{field}")
+        if text:
+            self._thoughts.append(text)
 
     def _add_call(self, item: InputItem, where: str) -> None:
         if item.call_id is None or item.name is None:

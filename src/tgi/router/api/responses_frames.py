@@ -6,7 +6,7 @@ Knows neither requests nor how an answer came about.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ from tgi.errors import InvalidRequest, Overloaded, TgiError
 from tgi.router.api.chat_frames import AnswerReader
 from tgi.router.api.errors import fault_of
 from tgi.router.api.logprobs import TokenBytes, chat_logprob
-from tgi.router.api.translation import Run, Runs, named_event, shown
+from tgi.router.api.openai_answer import cut_at_text, encode
+from tgi.router.api.runs import Run, Runs, plain_text, shown
+from tgi.router.api.translation import named_event
 from tgi.router.backend import Finish, PromptToken, TokenEvent
 from tgi.router.chat.answer import AnswerParser
 from tgi.router.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -71,18 +73,9 @@ def response(look: Look, collector: Collector, parser: AnswerParser | None) -> R
     """The object of a request whose answer is complete."""
     reading = _Reading(look, parser)
     for event in collector.events:
-        for _ in reading.take(event):
-            pass
+        for part in reading.parts(event):
+            reading.add(part)
     return reading.response(collector.finish)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A part, as it takes the answer on."""
-
-    part: Part
-    begins: bool  # an item of the output
-    logprobs: list[TokenLogprob]
 
 
 class _Reading:
@@ -99,23 +92,24 @@ class _Reading:
     def num_items(self) -> int:
         return len(self._runs.all)
 
-    def take(self, event: TokenEvent) -> Iterator[_Step]:
-        """An answer that says nothing at all is an empty text."""
+    def parts(self, event: TokenEvent) -> list[Part]:
+        """What the token says. An answer that says nothing at all is an empty text."""
         if self._look.num_alternatives is not None and not event.special:
             self._untold.append(chat_logprob(self._look.vocabulary, event, self._look.num_alternatives))
-        for part in shown(self._reader.read(event)):
-            yield self._step(part)
-        if event.finish is not None and not self._runs.all:
-            yield self._step(Content(""))
+        parts = shown(self._reader.read(event))
+        is_empty = event.finish is not None and not parts and not self._runs.all
+        return [Content("")] if is_empty else parts
 
-    def _step(self, part: Part) -> _Step:
+    def add(self, part: Part) -> tuple[bool, list[TokenLogprob]]:
+        """Does an item of the output begin with it, and what is to be told of its tokens?"""
         begins = self._runs.add(part)
         if begins:
             self._logprobs.append([])
         logprobs = self._untold if isinstance(part, Content) else []
-        self._logprobs[-1] += logprobs
-        self._untold = []
-        return _Step(part, begins, logprobs)
+        if self._untold:
+            self._logprobs[-1] += logprobs
+            self._untold = []
+        return begins, logprobs
 
     def run(self, index: int) -> Run:
         return self._runs.all[index]
@@ -162,17 +156,23 @@ class ResponseFrames:
         self._look = look
         self._reading = _Reading(look, parser)
         self._num_events = 0
+        self._text: tuple[bytes, bytes, bytes] | None = None  # around number and delta, while plain text comes
 
     def prompt(self, tokens: Sequence[PromptToken]) -> None:
         """Responses tell nothing of their prompt."""
 
     def token(self, event: TokenEvent) -> bytes:
+        parts = self._reading.parts(event)
+        if self._text is not None and event.finish is None and (text := plain_text(parts)):
+            self._reading.run(-1).pieces.append(text)
+            return b"%b%d%b%b%b" % (self._text[0], self._number(), self._text[1], encode(text), self._text[2])
         events = [] if self._num_events else self._begin()
-        for step in self._reading.take(event):
-            if step.begins:
-                events += self._turn_to(step.part)
-            if not isinstance(step.part, CallBegin):
-                events.append(self._delta(step.part, step.logprobs))
+        for part in parts:
+            begins, logprobs = self._reading.add(part)
+            if begins:
+                events += self._turn_to(part)
+            if not isinstance(part, CallBegin):
+                events.append(self._delta(part, logprobs))
         if event.finish is not None:
             events += self._end(event.finish)
         return b"".join(map(named_event, events))
@@ -204,6 +204,8 @@ class ResponseFrames:
         index = self._reading.num_items - 1
         events = self._close_item(index - 1, "completed")
         item_id = self._reading.item_id(index)
+        is_plain = isinstance(part, Content) and self._look.num_alternatives is None
+        self._text = _around_text(OutputTextDelta(0, item_id, index, 0, "", [])) if is_plain else None
         match part:
             case CallBegin(_, call_id, name):
                 item = FunctionCallItem(id=item_id, status="in_progress", call_id=call_id, name=name, arguments="")
@@ -249,6 +251,13 @@ class ResponseFrames:
         events = self._close_item(self._reading.num_items - 1, response.status)
         kind: Any = ResponseIncomplete if response.incomplete_details else ResponseCompleted
         return [*events, kind(self._number(), response)]
+
+
+def _around_text(empty: OutputTextDelta) -> tuple[bytes, bytes, bytes]:
+    """An event's bytes before its number, between that and its text, and behind: plain events differ in these two."""
+    head, tail = cut_at_text(named_event(empty), b"delta")
+    before, mark, middle = head.partition(b'"sequence_number":0')
+    return before + mark[:-1], middle, tail
 
 
 def _usage(finish: Finish, num_reasoning: int | None) -> ResponsesUsage:

@@ -124,9 +124,10 @@ class EventStream:
         if self._backlog is not None:
             self._backlog.append((frames, item))
         elif self._is_open:
-            self.quiet_ticks = 0
             data = self._render(frames, item)
-            self._step(self._send(_body(data, self._num_open > 0)))
+            if data or not self._num_open:  # a parser may hold many tokens back: that is silence
+                self.quiet_ticks = 0
+                self._step(self._send(_body(data, self._num_open > 0)))
         elif not self._is_over:
             if isinstance(item, TgiError):
                 self._step(self._on_early_error(item)(self._scope, self._receive, self._send_head))

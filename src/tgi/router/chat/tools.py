@@ -30,7 +30,9 @@ DEFAULT_TOOL_PROMPT = (
     "Give every argument that the function requires, with real values. Where no function helps, answer in plain text."
 )
 
-COMPOSING = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "patternProperties"})
+COMPOSING = frozenset(
+    ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "patternProperties", "propertyNames", "minProperties")
+)
 """Keywords that may allow members besides those under `properties`."""
 
 T = TypeVar("T")
@@ -249,5 +251,14 @@ def _arguments_schema(name: str, schema: Schema) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(f"`parameters` of the tool `{name}` must be of type `object`. Given: {kind}", "tools")
-    closed = {} if COMPOSING & schema.keys() else {"additionalProperties": False}
+    is_open = COMPOSING & schema.keys() or _names_others(schema)
+    closed = {} if is_open else {"additionalProperties": False}
     return {**closed, **schema, "type": "object"}
+
+
+def _names_others(schema: Schema) -> bool:
+    """Does it require members that it does not describe? What has no sense is for the schema's own check."""
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return False
+    return any(isinstance(name, str) and name not in properties for name in required)

@@ -180,7 +180,7 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    role: str = "assistant"  # in every chunk: TGI's clients need it
+    role: str | UnsetType = UNSET  # in a choice's first chunk: clients join what several chunks say
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET

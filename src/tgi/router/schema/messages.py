@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from tgi.router.schema.extensions import SharedFields
 from tgi.router.schema.numbers import UInt32
+from tgi.router.schema.shared_fields import SharedFields
 
 
 class InputBlock(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec import Struct
 
 from tgi.router.schema.chat import TokenLogprob
-from tgi.router.schema.extensions import SharedFields
 from tgi.router.schema.numbers import UInt32
+from tgi.router.schema.shared_fields import SharedFields
 
 
 class InputPart(Struct, frozen=True, kw_only=True):

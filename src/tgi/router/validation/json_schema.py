@@ -26,6 +26,9 @@ MAX_CASES = 1_000
 
 MAX_ALL_CASES = 2_000
 
+MAX_COMPARISONS = 10_000
+"""A hundred members of one `oneOf`, each with each."""
+
 MAX_TRAIL = 64
 """How deep `$ref`, `allOf`, `anyOf` and `oneOf` of one value may stand in each other."""
 
@@ -38,17 +41,22 @@ MAX_PATTERNS = 64
 _APPLICATORS = {"$ref", "allOf", "anyOf", "dependentRequired", "not", "oneOf", "propertyNames"}
 
 
-def enforceable(schema: Any) -> dict[str, Any]:
-    """The schema that llguidance is to compile, `x-guidance` and definitions included. Raises Refused."""
-    return _Rewriting(Document(schema)).run()
+def enforceable(schema: Any, effort: float = 1.0) -> dict[str, Any]:
+    """The schema that llguidance is to compile, `x-guidance` and definitions included. Raises Refused.
+
+    `effort`: how much of the limits on parts, cases and comparisons may be used; all of it is half a second.
+    """
+    return _Rewriting(Document(schema), effort).run()
 
 
 class _Rewriting:
     """A state is a set of places in the schema that one value has to satisfy; each becomes one definition."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, effort: float) -> None:
         self._document = document
-        self._overlap = Overlap(self._cases)
+        self._overlap = Overlap(self._cases, int(MAX_COMPARISONS * effort))
+        self._max_states = int(MAX_STATES * effort)
+        self._max_cases = int(MAX_ALL_CASES * effort)
         self._names: dict[tuple[str, ...], str] = {}
         self._waiting: list[tuple[str, tuple[Site, ...]]] = []
         self._nodes: dict[str, Node] = {}
@@ -71,8 +79,8 @@ class _Rewriting:
         key = tuple(held)
         name = self._names.get(key)
         if name is None:
-            if len(self._names) == MAX_STATES:
-                raise Refused(f"the schema has more than {MAX_STATES} parts")
+            if len(self._names) == self._max_states:
+                raise Refused(f"the schema has more than {self._max_states} parts")
             name = self._names[key] = str(len(self._names))
             self._waiting.append((name, tuple(held.values())))
         return {"$ref": PREFIX + name}
@@ -81,8 +89,8 @@ class _Rewriting:
         options: list[Node] = []
         cases = self._cases(sites)
         self._num_cases += len(cases)
-        if self._num_cases > MAX_ALL_CASES:
-            raise Refused(f"the choices of the schema make more than {MAX_ALL_CASES} cases")
+        if self._num_cases > self._max_cases:
+            raise Refused(f"the choices of the schema make more than {self._max_cases} cases")
         for case in cases:
             found = self._options(case)
             if found and case.denied:

@@ -132,14 +132,20 @@ def _check_step(step: Fraction, decimals: int, path: str) -> None:
 
 
 def _clipped(wanted: NumberRange, reach: int, path: str) -> tuple[Decimal, Decimal]:
-    """Both bounds, those of the schema where they are nearer than `reach`."""
+    """Both bounds: `reach` where the schema has none, at most `_BIGGEST` where it has."""
     for bound in (wanted.low, wanted.high):
         if bound is not None and Fraction(bound) * 10**MAX_INTEGER_DIGITS % 1:
             raise Refused(f"a bound of {bound} has more than {MAX_INTEGER_DIGITS} decimals", path)
-    low = Decimal(-reach) if wanted.low is None else max(wanted.low, Decimal(-reach))
-    high = Decimal(reach) if wanted.high is None else min(wanted.high, Decimal(reach))
-    if low > reach or high < -reach:
-        raise Refused(f"numbers of more than {len(str(reach)) - 1} digits are not supported", path)
+    biggest = Decimal(_BIGGEST)
+    if (wanted.low is not None and wanted.low > biggest) or (wanted.high is not None and wanted.high < -biggest):
+        raise Refused(f"numbers of more than {MAX_INTEGER_DIGITS} digits are not supported", path)
+    # A bound beyond `reach` on one side moves that of the other side along.
+    low = None if wanted.low is None else max(wanted.low, -biggest)
+    high = None if wanted.high is None else min(wanted.high, biggest)
+    if low is None:
+        low = Decimal(-reach) if high is None or high >= -reach else -biggest
+    if high is None:
+        high = Decimal(reach) if low <= reach else biggest
     return low, high
 
 

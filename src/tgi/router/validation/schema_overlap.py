@@ -15,15 +15,15 @@ from tgi.router.validation.schema_site import Case, Refused, Site, common_types,
 from tgi.router.validation.schema_strings import string_limits
 
 MAX_DEPTH = 4
-MAX_COMPARISONS = 10_000
-"""A hundred members of one `oneOf`, each with each."""
+"""Of properties in properties that are compared."""
 
 
 class Overlap:
     """Of one schema. `cases` gives the ways to satisfy some places together."""
 
-    def __init__(self, cases: Callable[[Sequence[Site]], list[Case]]) -> None:
+    def __init__(self, cases: Callable[[Sequence[Site]], list[Case]], max_comparisons: int) -> None:
         self._cases = cases
+        self._max_comparisons = max_comparisons
         self._num_comparisons = 0
         self._shapes: dict[tuple[str, ...], ObjectShape | None] = {}
 
@@ -42,7 +42,7 @@ class Overlap:
     def _apart(self, written: Case, other: Case, depth: int) -> bool:
         """Does nothing that is written for `written` satisfy `other`?"""
         self._num_comparisons += 1
-        if self._num_comparisons > MAX_COMPARISONS:
+        if self._num_comparisons > self._max_comparisons:
             raise Refused("`oneOf` and `not` need too many comparisons")
         literals = common_literals(written.sites)
         if literals is not None:

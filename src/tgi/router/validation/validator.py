@@ -91,7 +91,7 @@ class Validator:
         check_truncate(parameters.truncate, rule)
         prompt_ids = wish.prompt_ids
         if prompt_ids is None:
-            prompt_ids = (await self._encoder.encode(wish.inputs, door.add_special_tokens)).ids
+            prompt_ids = await self._encode(wish.inputs, door)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate * _ID_BYTES :]
         if not prompt_ids:
@@ -114,6 +114,13 @@ class Validator:
             traceparent=wish.traceparent,
             received_at=wish.received_at,
         )
+
+    async def _encode(self, text: str, door: Door) -> bytes:
+        try:
+            return (await self._encoder.encode(text, door.add_special_tokens)).ids
+        except InvalidRequest as error:
+            error.param = door.inputs  # the tokenizer does not know what the route calls its prompt
+            raise
 
     async def _grammar(self, wish: Wish) -> Grammar | None:
         asked = wish.grammar

@@ -107,7 +107,7 @@ def accumulated(chunks: Sequence[ChatCompletionChunk]) -> ChatCompletion:
 
 
 def told(answer: ChatCompletion) -> list[tuple[str | None, list[Call], str]]:
-    """Content, calls and reason of each choice; the ids, which are drawn, are only seen to be there and all different."""
+    """Content, calls and reason of each choice; of the ids, which are drawn, only that there are different ones."""
     found: list[tuple[str | None, list[Call], str]] = []
     for choice in sorted(answer.choices, key=lambda choice: choice.index):
         calls = choice.message.tool_calls or []

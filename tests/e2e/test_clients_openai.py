@@ -31,14 +31,14 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "colour": {"enum": ["red", "blue"]},
-        "rgb": {
+        "levels": {
             "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": 255},
-            "minItems": 3,
-            "maxItems": 3,
+            "items": {"type": "integer", "minimum": 1, "maximum": 5},
+            "minItems": 2,
+            "maxItems": 2,
         },
     },
-    "required": ["colour", "rgb"],
+    "required": ["colour", "levels"],
     "additionalProperties": False,
 }
 

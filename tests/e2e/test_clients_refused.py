@@ -46,11 +46,13 @@ def test_the_key(server: Whole) -> None:
             with pytest.raises(openai.AuthenticationError):
                 stranger.completions.create(model="tgi", prompt="x", max_tokens=1)
             assert list(stranger.models.list())  # what costs nothing is open
-    for stranger in (InferenceClient(server.url), InferenceClient(server.url, token="wrong")):
-        for ask in (lambda: stranger.text_generation("x"), lambda: stranger.chat_completion(QUESTION)):
-            with pytest.raises(HfHubHTTPError) as refused:
-                ask()
-            assert refused.value.response.status_code == 401
+    for hub in (InferenceClient(server.url), InferenceClient(server.url, token="wrong")):
+        with pytest.raises(HfHubHTTPError) as refused:
+            hub.text_generation("x")
+        assert refused.value.response.status_code == 401
+        with pytest.raises(HfHubHTTPError) as refused:
+            hub.chat_completion(QUESTION)
+        assert refused.value.response.status_code == 401
     assert requests.get(f"{server.url}/health", timeout=60).status_code == 200
     with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as friend:
         assert friend.chat.completions.create(**BRIEF).choices

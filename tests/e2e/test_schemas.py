@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from tests.e2e.doors import (
     CHAT,
     COMPLETION,
     GENERATE,
-    REQUIRED,
     REFUSED,
+    REQUIRED,
     Door,
     Told,
     ask,
@@ -121,3 +122,75 @@ def doors_of(case: SchemaCase) -> list[Door]:
     """The arguments of a tool are an object."""
     is_object = isinstance(case.schema, dict) and case.schema.get("type") == "object"
     return [CHAT, GENERATE, *([REQUIRED] if is_object else [COMPLETION])]
+
+
+# With the real model.
+
+NAME = {"type": "string", "minLength": 1, "maxLength": 60}
+REAL: list[tuple[str, dict[str, Any]]] = [
+    (
+        "Invent a person who lives in Paris.",
+        {
+            "type": "object",
+            "properties": {"name": NAME, "age": {"type": "integer", "minimum": 0, "maximum": 120}, "city": NAME},
+            "required": ["name", "age", "city"],
+        },
+    ),
+    (
+        "Give me a recipe for pancakes with at most five steps.",
+        {
+            "type": "object",
+            "properties": {
+                "title": NAME,
+                "steps": {"type": "array", "items": NAME, "minItems": 2, "maxItems": 5},
+                "minutes": {"type": "number", "exclusiveMinimum": 0, "maximum": 600},
+            },
+            "required": ["title", "steps", "minutes"],
+            "additionalProperties": False,
+        },
+    ),
+    (
+        "Which planets do you know? Tell whether each is a gas giant.",
+        {
+            "type": "array",
+            "items": {"$ref": "#/$defs/planet"},
+            "minItems": 1,
+            "maxItems": 4,
+            "$defs": {
+                "planet": {
+                    "type": "object",
+                    "properties": {
+                        "name": NAME,
+                        "gas": {"type": "boolean"},
+                        "moons": {"enum": ["none", "one", "many"]},
+                    },
+                    "required": ["name", "gas"],
+                }
+            },
+        },
+    ),
+]
+
+
+@pytest.mark.real_model
+@pytest.mark.row("B: response_format, both forms")
+def test_the_real_models_answers_end_by_themselves(bundled_server: Server) -> None:
+    asked = [
+        (door, prompt, schema, temperature)
+        for door in (CHAT, GENERATE)
+        for prompt, schema in REAL
+        for temperature in (0 if door is CHAT else None, 1.0)
+    ]
+
+    async def run() -> list[Told]:
+        async with Client(bundled_server.url) as client:
+            jobs = [
+                lambda d=door, p=prompt, s=schema, t=temperature: ask(client, d, p, s, 400, temperature=t, seed=1)
+                for door, prompt, schema, temperature in asked
+            ]
+            return await at_once(len(jobs), jobs)
+
+    for (_, _, schema, _), told in zip(asked, asyncio.run(run())):
+        assert verdict(schema, told) == "complete", told
+        # Pretty JSON at most.
+        assert len(told.text) <= 3 * len(json.dumps(json.loads(told.text), ensure_ascii=False, indent=1)), told

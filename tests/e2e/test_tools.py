@@ -28,7 +28,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "get_weather",
-            "description": 'Get the weather of a city. {"Not" a \\ call}\n',
+            "description": 'Weather of a city. {"Not" a \\ call}\n',
             "parameters": {
                 "type": "object",
                 "properties": {"city": CITY, "unit": {"enum": ["celsius", "fahrenheit"]}},
@@ -40,12 +40,8 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "get_time",
-            "description": "Get the time in a city",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": CITY, "hours": {"enum": [12, 24]}},
-                "required": ["city", "hours"],
-            },
+            "description": "Time in a city",
+            "parameters": {"type": "object", "properties": {"city": CITY}, "required": ["city"]},
         },
     },
 ]
@@ -112,7 +108,7 @@ def three_turns(ask: Ask) -> list[tuple[list[tuple[str, dict[str, Any]]], str | 
         told.append((calls_of(message), None))
         history += [message, *results_of(message)]
     assert len(ids) == 2
-    answer = ask(history, tool_choice="none", max_tokens=16)
+    answer = ask(history, tool_choice="none", max_tokens=8)
     (choice,) = answer.choices
     assert choice.finish_reason in ("stop", "length")
     told.append((calls_of(choice.message), choice.message.content))
@@ -129,7 +125,7 @@ def test_three_turns_plain_and_streamed(client: OpenAI) -> None:
     assert three_turns(asker(client, streamed=True)) == plain
 
 
-@pytest.mark.fault("TGI#2986")
+@pytest.mark.fault("TGI#2986", "vllm#25001")
 def test_the_model_sees_what_it_has_called(bundled_server: Server, client: OpenAI) -> None:
     """Its template knows neither tools nor calls. Prompt and usage count the same tokens."""
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"city":"Paris"}'}}
@@ -156,12 +152,8 @@ def test_the_hub_client_calls_tools(bundled_server: Server) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, **SETTINGS}
     answer = hub.chat_completion([QUESTION], **asked).choices[0]
     assert answer.finish_reason == "tool_calls"
-    (call, *_) = answer.message.tool_calls or ()
-    assert call.function.name == "get_time"
-    arguments = json.loads(call.function.arguments)
-    assert calls_of(ChatCompletionMessage.model_validate(json.loads(json.dumps(answer.message)))) == [
-        ("get_time", arguments)
-    ]
+    ((name, arguments),) = calls_of(ChatCompletionMessage.model_validate(answer.message))
+    assert name == "get_time"
     chunks = [chunk.choices[0] for chunk in hub.chat_completion([QUESTION], **asked, stream=True)]
     pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
     assert [piece.function.name for piece in pieces if piece.function.name] == ["get_time"]
@@ -180,13 +172,7 @@ def test_auto_where_no_tool_is_needed_or_the_text_is_cut(client: OpenAI) -> None
         assert len(answer.logprobs.content or ()) == 5
 
 
-def test_a_call_that_the_length_cuts_off(client: OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tgi",
-        messages=[QUESTION],
-        tools=TOOLS,
-        tool_choice="required",
-        max_tokens=14,
-        temperature=0,  # pyright: ignore
-    ).choices[0]
-    assert answer.finish_reason == "length"
+def test_a_call_that_the_length_cuts_off_is_none_to_be_made(client: OpenAI) -> None:
+    for streamed in (False, True):
+        answer = asker(client, streamed)([QUESTION], tool_choice="required", max_tokens=14).choices[0]
+        assert answer.finish_reason == "length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.servers import Whole, launched
 from tests.fakes.tiny_model import write_tiny_llama
 
+GRAMMAR = {"type": "regex", "value": r"([A-Z][a-z]{2,5} ){4}[0-9]{4}"}
+
 
 async def ask(server: Whole) -> list[Answer]:
-    """Two requests at once, one of them read in several chunks."""
+    """Three requests at once: one is read in several chunks, one has a grammar."""
     async with Client(server.url) as client, asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(client.generate("hello world " * 60, max_new_tokens=40, ignore_eos=True)),
             group.create_task(client.generate("1 2 3", True, max_new_tokens=70, temperature=0.8, seed=5)),
+            group.create_task(client.generate("x", max_new_tokens=99, temperature=0.8, seed=6, grammar=GRAMMAR)),
         ]
     return [task.result() for task in tasks]
 
@@ -42,6 +46,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     assert sum("text-generation-router" in command for command in commands) == 1
     assert [answer.told for answer in together] == [answer.told for answer in alone]
     assert len(alone[0].ids) == 40
+    assert re.fullmatch(GRAMMAR["value"], alone[2].text)
 
 
 @pytest.mark.slow

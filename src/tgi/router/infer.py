@@ -34,7 +34,8 @@ class Infer:
     def accept(self, num_answers: int = 1, param: str | None = None) -> Call:
         """Count a request and give each of its answers (`n`, `best_of`, several prompts) a permit.
 
-        `param`: the field that asks for several. Raises Overloaded when there are too few now, InvalidRequest when there can never be enough.
+        `param`: the field that asks for several. Raises Overloaded when there are too few now, InvalidRequest when
+        there can never be enough.
         """
         self.metrics.count("tgi_request_count")
         if num_answers > self.max_answers:

@@ -86,6 +86,26 @@ def test_stop_as_string_or_list(app: App, stop: Any, strings: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
+    ("seed", "drawn_with"), [(0, 0), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (2**63 - 1, 2**63 - 1)]
+)
+def test_seeds_are_signed_as_openais_or_not_as_tgis(app: App, seed: int, drawn_with: int) -> None:
+    assert app.post(CHAT, {"messages": USER, "seed": seed}).status == 200
+    assert app.backend.requests[-1].sampling.seed == drawn_with
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_seeds_of_more_than_64_bits_are_refused(app: App, seed: int) -> None:
+    answer = app.post(CHAT, {"messages": USER, "seed": seed})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "seed")
+
+
+def test_a_top_p_of_0_leaves_next_to_nothing_to_chance(app: App) -> None:
+    assert app.post(CHAT, {"messages": USER, "top_p": 0}).status == 200
+    assert 0 < app.backend.requests[-1].sampling.top_p < 1e-6
+    assert app.post(CHAT, {"messages": USER, "top_p": -0.1}).status == 400
+
+
+@pytest.mark.parametrize(
     ("body", "expected"),
     [
         ({"max_tokens": 3}, 3),
@@ -540,6 +560,20 @@ def test_tools_and_an_answer_that_calls_none_or_breaks_off(tool_app: App, stream
     assert ask() == ("Hello world", "stop")
     tool_app.backend.script = spoken(CALL[:30], reason=FinishReason.LENGTH)
     assert ask()[1] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("length", "reason"), [(-1, "tool_calls"), (-2, "stop"), (-6, "stop")])
+def test_a_stop_string_within_a_call_makes_it_no_call(tool_app: App, stream: bool, length: int, reason: str) -> None:
+    """Its arguments are no JSON. One that cuts no more than what ends the call leaves it whole."""
+    tokens = [Said(character, ord(character)) for character in CALL[:length]]
+    tool_app.backend.script = Script(tokens, FinishReason.STOP_SEQUENCE, stop="}")
+    if stream:
+        choice = chunks_of(tool_app, tools=TOOLS)[-1]["choices"][0]
+    else:
+        (choice,) = tool_app.post(CHAT, {"messages": USER, "tools": TOOLS}).json["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, "}")
 
 
 def test_tool_choice_none_is_an_ordinary_chat(tool_app: App) -> None:

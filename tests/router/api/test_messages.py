@@ -255,6 +255,13 @@ def test_a_call(tool_app: App, choice: Any) -> None:
     assert (tool_app.backend.requests[-1].grammar is not None) == is_forced
 
 
+def test_a_stop_sequence_within_a_call_makes_it_no_call(tool_app: App) -> None:
+    tokens = [Said(character, ord(character)) for character in CALL[:-6]]
+    tool_app.backend.script = Script(tokens, FinishReason.STOP_SEQUENCE, stop="m")
+    answer = ask(tool_app, tools=TOOLS).json
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "m")
+
+
 @pytest.mark.fault("vllm#21313")
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 200])
 def test_streamed_calls_however_they_are_cut(tool_app: App, size: int) -> None:

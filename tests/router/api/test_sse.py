@@ -13,6 +13,7 @@ from tests.fakes.app import App, dechunk, read_until, serving
 from tests.fakes.backend import EOS, HELLO, WAIT_S, Playing, Said, Script, ScriptedBackend
 from tgi.enums import FinishReason
 from tgi.errors import GenerationFailed
+from tgi.router.validation.parameters import Limits
 
 NATIVE = "/generate_stream"
 CHAT = "/v1/chat/completions"
@@ -159,7 +160,8 @@ def test_silence_is_filled_with_comments_once_the_stream_is_open(path: str) -> N
 def test_tokens_that_show_nothing_yet_are_silence() -> None:
     """As those of a tool's name, until it is complete."""
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with serving(ScriptedBackend(None), keep_alive_s=0.02) as app:
+    limits = Limits(max_input_tokens=1000, max_total_tokens=2000, vocab_size=300)
+    with serving(ScriptedBackend(None), limits=limits, keep_alive_s=0.02) as app:
         client = app.open(CHAT, {**BODIES[CHAT], "tools": tools})
         playing = app.backend.next_playing()
         playing.say('{"name": "')

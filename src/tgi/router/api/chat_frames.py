@@ -30,6 +30,7 @@ from tgi.router.api.openai_answer import (
 from tgi.router.api.openai_answer import encode as _encode
 from tgi.router.backend import Finish, PromptToken, TokenEvent
 from tgi.router.chat.answer import AnswerParser
+from tgi.router.chat.json_scan import JsonScanner
 from tgi.router.chat.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tgi.router.infer import Collector
 from tgi.router.schema.chat import (
@@ -66,12 +67,13 @@ class Look:
 class AnswerReader:
     """The tokens of one answer -> its parts. Without a parser all its text is content."""
 
-    __slots__ = ("_keep_special", "_parser", "_thinks", "has_calls", "num_reasoning")
+    __slots__ = ("_arguments", "_keep_special", "_parser", "_thinks", "has_calls", "num_reasoning")
 
     def __init__(self, parser: AnswerParser | None, keep_special: bool) -> None:
         self._parser = parser
         self._keep_special = keep_special
         self._thinks = False
+        self._arguments = JsonScanner()  # of the last call
         self.has_calls = False
         self.num_reasoning: int | None = None if parser is None else 0  # tokens
 
@@ -90,16 +92,28 @@ class AnswerReader:
         for part in parts:
             self._thinks = part.__class__ is Reasoning
             has_thought = has_thought or self._thinks
-            self.has_calls = self.has_calls or part.__class__ is CallBegin
+            if isinstance(part, CallBegin):
+                self.has_calls = True
+                self._arguments = JsonScanner()
+            elif isinstance(part, CallArguments) and not self._is_whole:
+                self._arguments.feed(part.text)
         if has_thought:
             self.num_reasoning = (self.num_reasoning or 0) + 1
         return parts
 
+    def is_calling(self, finish: Finish) -> bool:
+        """Are there calls to be made? Not where the length or a stop string has cut one off."""
+        if finish.reason is FinishReason.LENGTH or not self.has_calls:
+            return False
+        return self._is_whole or not isinstance(finish.stop, str)
+
     def reason(self, finish: Finish) -> str:
-        """A call that the length has cut off is no call to be made."""
-        if self.has_calls and finish.reason is not FinishReason.LENGTH:
-            return "tool_calls"
-        return FINISH_REASONS[finish.reason]
+        return "tool_calls" if self.is_calling(finish) else FINISH_REASONS[finish.reason]
+
+    @property
+    def _is_whole(self) -> bool:
+        """The last call, as far as its arguments tell."""
+        return self._arguments.complete or self._arguments.broken
 
 
 def chat_completion(

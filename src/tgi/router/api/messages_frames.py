@@ -67,11 +67,10 @@ class Look:
         )
 
     def end(self, reader: AnswerReader, finish: Finish) -> MessageEnd:
-        """A call that the length has cut off is no call to be made."""
         if finish.reason is FinishReason.LENGTH:
             is_full = finish.num_generated >= self.max_tokens
             return MessageEnd("max_tokens" if is_full else "model_context_window_exceeded", None)
-        if reader.has_calls:
+        if reader.is_calling(finish):
             return MessageEnd("tool_use", None)
         if isinstance(finish.stop, str):
             return MessageEnd("stop_sequence", finish.stop)

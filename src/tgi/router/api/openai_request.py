@@ -9,6 +9,9 @@ from tgi.router.schema.completions import CompletionRequest
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.grammar import GrammarWish, guided_grammar, response_format_grammar
 
+LEAST_TOP_P = 1e-9
+"""OpenAI takes a `top_p` of 0: nothing but the likeliest token is left."""
+
 
 def parameters_of(
     body: ChatRequest | CompletionRequest,
@@ -23,7 +26,7 @@ def parameters_of(
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         top_k=body.top_k,
-        top_p=body.top_p,
+        top_p=LEAST_TOP_P if body.top_p == 0 else body.top_p,
         min_p=body.min_p,
         typical_p=body.typical_p,
         do_sample=True,
@@ -34,7 +37,7 @@ def parameters_of(
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
         ignore_eos_token=body.ignore_eos_token,
-        seed=body.seed,
+        seed=_unsigned(body.seed),
         top_n_tokens=top_n_tokens,
         decoder_input_details=scores_prompt,
         logit_bias=body.logit_bias,
@@ -42,6 +45,11 @@ def parameters_of(
         cache=body.cache,
         cache_salt=body.cache_salt,
     )
+
+
+def _unsigned(seed: int | None) -> int | None:
+    """OpenAI's seeds are signed, of 64 bits: a negative one is the same bits."""
+    return seed + 2**64 if seed is not None and -(2**63) <= seed < 0 else seed
 
 
 def grammar_of(body: ChatRequest | CompletionRequest) -> GrammarWish | None:

@@ -306,13 +306,15 @@ def _ranges(limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
     }
     on_v1: dict[str, dict[str, Any]] = {
         "temperature": {"type": "number", "minimum": 0.0, "maximum": MAX_F32},
+        "top_p": {"type": "number", "minimum": 0.0, "maximum": 1.0},
+        "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
         "max_tokens": {"type": "integer", "minimum": 1},
         "response_format": _tagged("text", "json_object", "json_schema", "json", "regex") | {"required": ["type"]},
     }
     length = {"type": "integer", "minimum": 1}
     chat = {"max_completion_tokens": length}
     translated = {name: facts for name, facts in common.items() if name != "stop"} | {
-        "temperature": on_v1["temperature"]
+        name: on_v1[name] for name in ("temperature", "top_p", "seed")
     }
     rows = {
         "GenerateParameters": common | native | {"top_n_tokens": top_n(NATIVE)},

@@ -46,9 +46,8 @@ class PrefixLeaders:
         itself, just before they are there.
         """
         wait = entry.waits_for
-        if wait is not None and self._lasts(wait):
-            return True
-        wait = entry.waits_for = self._best(entry)
+        if wait is None or not self._lasts(wait):
+            wait = entry.waits_for = self._best(entry)
         if wait is None:
             return False
         wait.leader.lent_priority = max(wait.leader.lent_priority, entry.request.priority)

@@ -94,7 +94,9 @@ class StepHandler:
             if entry is not None and not entry.decoding:
                 entry.computed_len = max(entry.computed_len, step.computed_len[index])
                 self._publish(entry, allocator)
-                if entry.computed_len >= entry.num_prompt or (entry.allocation and entry.allocation.is_doubled):
+                # A row that waits for its grammar has its last position still to compute: not worth waiting for.
+                is_read = entry.computed_len >= entry.num_prompt - 1
+                if is_read or (entry.allocation and entry.allocation.is_doubled):
                     leaders.remove(entry)
             if not (index + 1) % ROWS_PER_SLICE:
                 yield

@@ -38,8 +38,9 @@ class RequestTable:
         self.priority = np.zeros(size, np.int64)
         self.order = np.zeros(size, np.int64)  # admission order
         self.num_scored = np.zeros(size, np.int64)  # ids whose logprobs are wanted: the prompt's, or none
+        self.num_scoring = 0  # live rows that have such ids
         self.prompt_top_n = np.zeros(size, np.int64)  # best tokens at each of them
-        self.num_seen = np.zeros(size, np.int64)  # ids that the host knows: given + collected
+        self.num_left = [0] * size  # ids that the host has still to collect
         self.given: list[npt.NDArray[np.uint32]] = [np.empty(0, np.uint32)] * size
         self.stopping: list[Stopping | None] = [None] * size
         self.end_ids: list[frozenset[int]] = [frozenset()] * size
@@ -88,10 +89,12 @@ class RequestTable:
         self.handle[row] = admit.handle
         self.live[row] = True
         self.computed[row] = admit.cached_len
-        self.num_ids[row] = self.num_given[row] = self.num_seen[row] = len(given)
+        self.num_ids[row] = self.num_given[row] = len(given)
         self.num_scored[row] = prompt_len if admit.prompt_logprobs else 0
+        self.num_scoring += bool(self.num_scored[row])
         self.prompt_top_n[row] = admit.prompt_top_n if admit.prompt_logprobs else 0
         self.max_len[row] = prompt_len + admit.stopping.max_new_tokens
+        self.num_left[row] = prompt_len + admit.stopping.max_new_tokens - len(given)
         self.num_blocks[row] = num_blocks
         self.priority[row] = admit.priority
         self.order[row] = self._admitted
@@ -107,6 +110,8 @@ class RequestTable:
             return None
         self.handle[row] = NO_HANDLE
         self.live[row] = False
+        self.num_scoring -= bool(self.num_scored[row])
+        self.num_scored[row] = 0
         self.given[row] = np.empty(0, np.uint32)
         self._free.append(row)
         return row

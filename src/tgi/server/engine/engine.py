@@ -88,9 +88,9 @@ class Engine:
         self.limits = limits
         self._device = device
         self._masks = masks
-        self._constrained = np.zeros(table.max_rows + 1, np.bool_)
-        self._held: set[int] = set()  # constrained rows that sat out, until their masks are there
-        self._top_n = np.zeros(table.max_rows + 1, np.int64)
+        self._constrained: set[int] = set()  # rows with a grammar
+        self._held: set[int] = set()  # of them those that sat out, until their masks are there
+        self._top_n = [0] * (table.max_rows + 1)
         self._in_flight: deque[InFlight] = deque()
         self._pending = Pending()
         self._number = 0  # of the last step launched or reported
@@ -170,7 +170,7 @@ class Engine:
             return
         self._top_n[row] = admit.top_n
         if admit.grammar is not None and self._masks is not None:
-            self._constrained[row] = True
+            self._constrained.add(row)
             self._masks.add(row, admit)
         self._pending.changes.added.append((row, admit))
         self._pending.changes.blocks.append((row, 0, blocks))
@@ -179,8 +179,8 @@ class Engine:
         row = self.table.remove(handle)
         if row is None:
             return
-        if self._masks is not None and self._constrained[row]:
-            self._constrained[row] = False
+        if self._masks is not None and row in self._constrained:
+            self._constrained.remove(row)
             self._held.discard(row)
             self._masks.remove(row)
         changes = self._pending.changes
@@ -299,7 +299,7 @@ class Engine:
         if changes:
             self._device.apply(changes)
         self._number = plan.number
-        is_constrained = self._masks is not None and bool((self._constrained[plan.rows] & plan.samples).any())
+        is_constrained = bool(self._constrained) and not self._constrained.isdisjoint(plan.rows[plan.samples].tolist())
         errors: list[RowError] = []
         start = self._device.forward if is_constrained else self._device.launch
         parts = self._by_halves(plan, errors, lambda plan: Part(plan, start(plan)))
@@ -360,14 +360,15 @@ class Engine:
         flight.has_chosen = True
         self._count(flight)
         for row in choosing:
-            if row not in masks and self._constrained[row]:
+            if row not in masks and row in self._constrained:
                 self._held.add(row)
                 self._masks.call_when_settled(row)
 
     def _under_grammar(self, plan: StepPlan) -> npt.NDArray[np.bool_]:
         """Which rows of the plan choose under a grammar and have not ended since it was made."""
         is_alive = self.table.handle[plan.rows] == plan.handles
-        return plan.samples & is_alive & self._constrained[plan.rows]
+        is_constrained = np.array([row in self._constrained for row in plan.rows.tolist()], np.bool_)
+        return plan.samples & is_alive & is_constrained
 
     def _await_masks(self, flight: InFlight, rows: list[int]) -> None:
         """Until the masks are there, or the forward is done and a little more time has passed. For rows whose masks are
@@ -391,7 +392,7 @@ class Engine:
 
     def _tend_grammars(self) -> None:
         """End rows whose grammars failed; let those go on whose masks have come."""
-        if self._masks is None:
+        if self._masks is None or not self._constrained:
             return
         for row, message in self._masks.faults():
             handle = int(self.table.handle[row])
@@ -403,7 +404,7 @@ class Engine:
     def rows_under_grammar(self, handles: Sequence[int]) -> list[int]:
         """Their rows, of the handles that have one and a grammar."""
         rows = (self.table.row_of(handle) for handle in handles)
-        return [row for row in rows if row is not None and self._constrained[row]]
+        return [row for row in rows if row in self._constrained]
 
     @property
     def num_held(self) -> int:
@@ -433,9 +434,10 @@ class Engine:
         for part in flight.parts:
             chosen = self._device.collect(part.launched)
             forward_ns += chosen.forward_ns
-            step.prompt_logprobs += read_scores(part.plan, chosen.prompt_scores, self.table)
+            if part.plan.scoring is not None:
+                step.prompt_logprobs += read_scores(part.plan, part.plan.scoring, chosen.prompt_scores, self.table)
             self._read(part, chosen, step, ends, advanced)
-            self._report_progress(part.plan, step)
+            self._report_progress(part, step)
         if advanced and self._masks is not None:
             self._masks.advance(advanced)
         if self._in_flight and not self._in_flight[0].has_chosen:
@@ -462,34 +464,35 @@ class Engine:
         handles, rows = part.plan.handles[part.plan.samples], part.plan.rows[part.plan.samples]
         if part.takes is not None:
             handles, rows = handles[part.takes], rows[part.takes]
-        constrained = self._constrained[rows].tolist()
-        for index, (handle, row, is_constrained) in enumerate(zip(handles.tolist(), rows.tolist(), constrained)):
-            if int(table.handle[row]) != handle:
+        # Plain numbers: a look into a numpy column for each row would take longer than all the rest.
+        columns = zip(
+            handles.tolist(), rows.tolist(), chosen.ids.tolist(), chosen.logprobs.tolist(), chosen.is_nan.tolist()
+        )
+        for index, (handle, row, token, logprob, is_nan) in enumerate(columns):
+            if table.row_of(handle) != row:
                 continue  # it ended meanwhile: this result is one too many
-            token = int(chosen.ids[index])
-            table.num_seen[row] += 1
+            table.num_left[row] -= 1
             end = EndReason.RUNNING
-            if chosen.is_nan[index]:
+            if is_nan:
                 end = EndReason.NAN
-            elif is_constrained and self._masks is not None and self._masks.is_end(row, token):
+            elif row in self._constrained and self._masks is not None and self._masks.is_end(row, token):
                 end = EndReason.EOS
             elif token in table.end_ids[row]:
                 end = self._end_of(row, token)
-            elif table.num_seen[row] >= table.max_len[row]:
+            elif not table.num_left[row]:
                 end = EndReason.LENGTH
             step.handles.append(handle)
             step.token_ids.append(token)
-            step.logprobs.append(float(chosen.logprobs[index]))
+            step.logprobs.append(logprob)
             ends.append(end)
-            top_n = int(self._top_n[row])
-            if top_n and chosen.top_ids is not None and chosen.top_logprobs is not None:
+            if (top_n := self._top_n[row]) and chosen.top_ids is not None and chosen.top_logprobs is not None:
                 logprobs = chosen.top_logprobs[index].tolist()
                 count = keep_top(logprobs, top_n)
                 ids = array("I", chosen.top_ids[index, :count].tolist())
                 step.top_tokens.append(TopTokens(handle, 0, ids, array("f", logprobs[:count])))
             if end is not EndReason.RUNNING:
                 self._remove(handle)
-            elif is_constrained:
+            elif row in self._constrained:
                 advanced.append((row, token))
 
     def _end_of(self, row: int, token: int) -> EndReason:
@@ -498,16 +501,22 @@ class Engine:
         assert stopping is not None
         return EndReason.EOS if token in stopping.eos_ids and not stopping.ignore_eos else EndReason.STOP_ID
 
-    def _report_progress(self, plan: StepPlan, step: Step) -> None:
-        reading = ~plan.samples
-        for handle, row, computed in zip(
-            plan.handles[reading].tolist(),
-            plan.rows[reading].tolist(),
-            (plan.starts + plan.query_lens)[reading].tolist(),
+    def _report_progress(self, part: Part, step: Step) -> None:
+        """Of rows that have not chosen. A prompt whose row sat out is read but for its last position."""
+        plan = part.plan
+        if part.takes is None and plan.samples.all():
+            return
+        reading, computed = ~plan.samples, plan.starts + plan.query_lens
+        if part.takes is not None:
+            absent = np.flatnonzero(plan.samples)[~part.takes]
+            computed[absent] -= 1
+            reading[absent] = plan.query_lens[absent] > 1
+        for handle, row, length in zip(
+            plan.handles[reading].tolist(), plan.rows[reading].tolist(), computed[reading].tolist()
         ):
             if int(self.table.handle[row]) == handle:
                 step.progress_handles.append(handle)
-                step.computed_len.append(computed)
+                step.computed_len.append(length)
 
     def _rows_waiting(self) -> int:
         table = self.table

@@ -42,8 +42,10 @@ def plan_scoring(
     table: RequestTable, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]
 ) -> Scoring | None:
     """For a step that computes `lens` tokens of each row from `starts` on; None where no row has a part to report."""
+    if not table.num_scoring:
+        return None
     scored = table.num_scored[rows]
-    if not scored.any():
+    if not (scored > starts).any():  # their prompts are read
         return None
     counts = np.clip(scored - 1 - starts, 0, lens)
     if not _reports(counts, starts, scored).any():
@@ -76,20 +78,23 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, top_n: int) -> tuple[tor
     return logprobs, ids[:, :top_n], values[:, :top_n]
 
 
-def read_scores(plan: StepPlan, scores: PromptScores | None, table: RequestTable) -> Iterator[PromptLogprobs]:
+def read_scores(
+    plan: StepPlan, scoring: Scoring, scores: PromptScores | None, table: RequestTable
+) -> Iterator[PromptLogprobs]:
     """Parts of the rows that are still there (rule 2). The part that begins the prompt says of its first token that
     nothing is known."""
-    scoring = plan.scoring
-    if scoring is None:
-        return
     scores = scores or _NOTHING
-    end = 0
-    for handle, row, start, count in zip(
-        plan.handles.tolist(), plan.rows.tolist(), plan.starts.tolist(), scoring.counts.tolist()
+    is_there = table.handle[plan.rows] == plan.handles
+    wanted = np.flatnonzero(is_there & _reports(scoring.counts, plan.starts, table.num_scored[plan.rows]))
+    ends = np.cumsum(scoring.counts)
+    for handle, row, start, count, end in zip(
+        plan.handles[wanted].tolist(),
+        plan.rows[wanted].tolist(),
+        plan.starts[wanted].tolist(),
+        scoring.counts[wanted].tolist(),
+        ends[wanted].tolist(),
     ):
-        begin, end = end, end + count
-        if int(table.handle[row]) != handle or not _reports(count, start, table.num_scored[row]):
-            continue
+        begin = end - count
         top_n = min(int(table.prompt_top_n[row]), scores.top_ids.shape[1])
         unknown = 0 if start else 1
         yield PromptLogprobs(
@@ -102,9 +107,11 @@ def read_scores(plan: StepPlan, scores: PromptScores | None, table: RequestTable
         )
 
 
-def _reports(counts: npt.ArrayLike, starts: npt.ArrayLike, scored: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Does a row with so many scored tokens of a chunk have a part to send?"""
-    return (np.asarray(counts) > 0) | ((np.asarray(starts) == 0) & (np.asarray(scored) > 0))
+def _reports(
+    counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], scored: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Which rows, with so many scored tokens of a chunk, have a part to send."""
+    return (counts > 0) | ((starts == 0) & (scored > 0))
 
 
 def _packed(values: npt.NDArray[np.generic], dtype: type[np.generic]) -> bytes:

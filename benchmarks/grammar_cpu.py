@@ -48,7 +48,9 @@ async def throughput(url: str, clients: int, rounds: int) -> list[Figure]:
     speeds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(rounds):
         for constrained in (False, True):
-            wish = replace(plain, seed=100 * clients + turn, grammar=people if constrained else None)
+            # New prompts for both: the same ones again would be read from the prefix cache.
+            seed = 1_000 * clients + 2 * turn + constrained
+            wish = replace(plain, seed=seed, grammar=people if constrained else None)
             speeds[constrained].append(_whole(await load.run(url, wish)).tokens_per_s)
     without, with_grammar = median(speeds[False]), median(speeds[True])
     label = f"{clients} stream{'s' if clients > 1 else ''}"
@@ -64,9 +66,7 @@ async def first_token(url: str, requests: int) -> list[Figure]:
     delays: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(4):
         for constrained in (False, True):
-            wish = replace(plain, seed=1_000 + turn, grammar=ten_fields(turn) if constrained else None)
-            # New prompts for both: the same ones again would be read from the prefix cache.
-            wish = replace(wish, seed=2 * wish.seed + constrained)
+            wish = replace(plain, seed=2 * turn + constrained, grammar=ten_fields(turn) if constrained else None)
             delays[constrained].append(_whole(await load.run(url, wish)).first_token_ms(50))
     without, with_schema = median(delays[False]), median(delays[True])
     return [

@@ -78,6 +78,8 @@ CHAT_PAUSE_S = 8.0  # mean; exponential
 DOCUMENT = Lengths(3_000, 0.4)
 DOCUMENT_SHARE = 0.25
 SYSTEM_PROMPT = 1_500  # tokens
+JOB = 8  # questions that an application asks at once
+NEWEST_SHARE = 0.75
 
 
 def known(trace: Trace) -> Trace:
@@ -122,18 +124,17 @@ def documents(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
 
 
 def shared_prompts(seed: int, *, requests: int, rate: float, apps: int, limit: int) -> Trace:
-    """Questions to `apps` applications, each with a system prompt of its own; the applications come one after the
-    other, as jobs over many inputs do, and overlap a little."""
+    """Questions to `apps` applications, each with a system prompt of its own, which come up one after the other. An
+    application asks several questions at the same moment; three times in four it is the newest that asks, else any."""
     random = Random(seed)
     systems = [_ids(random, SYSTEM_PROMPT) for _ in range(apps)]
-    times = _moments(random, requests, rate)
-    span = times[-1] / apps
-
-    def turn(at: float) -> Turn:
-        app = min(apps - 1, int(random.gauss(at / span, 0.25))) if at > span / 2 else 0
-        return _turn(random, systems[max(0, app)] + _ids(random, CHAT_PROMPT.draw(random)), limit)
-
-    return Trace("shared system prompt", _single(times, (turn(at) for at in times)))
+    jobs = -(-requests // JOB)
+    talks: list[Conversation] = []
+    for job, at in enumerate(_moments(random, jobs, rate / JOB)):
+        newest = job * apps // jobs
+        system = systems[newest if random.random() < NEWEST_SHARE else random.randrange(newest + 1)]
+        talks += [Conversation(at, (_turn(random, system + _said(random, limit), limit),)) for _ in range(JOB)]
+    return Trace("shared system prompt", tuple(talks[:requests]))
 
 
 def _moments(random: Random, count: int, rate: float) -> list[float]:
@@ -149,13 +150,13 @@ def _single(times: Iterable[float], turns: Iterable[Turn]) -> tuple[Conversation
 
 
 def _question(random: Random, limit: int) -> Turn:
-    return _turn(random, _ids(random, CHAT_PROMPT.draw(random)), limit)
+    return _turn(random, _said(random, limit), limit)
 
 
 def _chat(random: Random, limit: int) -> Iterator[Turn]:
     history, pause_s = b"", 0.0
     while True:
-        history += _ids(random, CHAT_PROMPT.draw(random))
+        history += _said(random, limit)
         turn = _turn(random, history, limit, pause_s)
         yield turn
         history += turn.answer
@@ -163,6 +164,11 @@ def _chat(random: Random, limit: int) -> Iterator[Turn]:
         if random.random() < 1 / CHAT_TURNS or len(history) > limit * ID_BYTES // 2:
             return
         pause_s = random.expovariate(1 / CHAT_PAUSE_S)
+
+
+def _said(random: Random, limit: int) -> bytes:
+    """What somebody types."""
+    return _ids(random, CHAT_PROMPT.draw(random, limit // 4))
 
 
 def _turn(random: Random, prompt: bytes, limit: int, pause_s: float = 0.0) -> Turn:

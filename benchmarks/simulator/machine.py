@@ -25,10 +25,6 @@ class Work:
     context_tokens: int  # positions that attention reads, all rows together
     prefill_tokens: int
 
-    @property
-    def num_rows_or_tokens(self) -> int:
-        return self.decode_rows + self.prefill_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -72,10 +68,10 @@ class Machine:
         return self.pool_tokens // block_size + 1
 
 
-# Llama-3.1-8B shape, bf16, one H200, as vLLM 0.26 runs it (measured 2026-11-29): decode steps at batch 1, 32, 128 and 256
-# with a context of about 200 take 4.90, 5.46, 6.82 and 10.42 ms; decode attention over 256 rows of 1,024 tokens takes
-# 273 µs a layer of 32; a prompt of 8,192 tokens is read at 39,760 tokens/s. The pool is small, 4 GiB at 128 KiB a
-# token: policies differ only where memory is short, and a larger one needs a larger load to be.
+# Llama-3.1-8B shape, bf16, one H200, as vLLM 0.26 runs it (measured 2026-11-29): decode steps at batch 1, 32, 128 and
+# 256 with a context of about 200 take 4.90, 5.46, 6.82 and 10.42 ms; decode attention over 256 rows of 1,024 tokens
+# takes 273 µs a layer of 32; a prompt of 8,192 tokens is read at 39,760 tokens/s. The pool is small, 4 GiB at 128 KiB
+# a token: policies differ only where memory is short, and a larger pool needs but a larger load to be so.
 H200 = Machine(
     name="H200",
     base_s=4.85e-3,
@@ -93,8 +89,8 @@ H200 = Machine(
 )
 
 # SmolLM2-135M-Instruct on two CPU cores (benchmarks/results/serve_cpu.json, commit 6c6cac307c8c): 19.0, 28.0, 41.3 and
-# 68.6 ms between tokens with 1, 8, 16 and 32 streams at a context of about 190, half of the slope being attention; 136 ms
-# to the first token of 122.
+# 68.6 ms between tokens with 1, 8, 16 and 32 streams at a context of about 190, half of the slope being attention; 136
+# ms to the first token of 122.
 CPU = Machine(
     name="CPU",
     base_s=17.4e-3,

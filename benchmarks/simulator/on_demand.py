@@ -73,7 +73,7 @@ class OnDemand:
 
     def token(self, answer: Answer, event: TokenEvent) -> None:
         """A token reaches its client."""
-        self.counts.token(answer, self._clock.now)
+        self.counts.add_token(answer, self._clock.now)
         if event.finish is not None:
             answer.admitted_s = event.finish.times.admitted
             self._ended.append(answer)

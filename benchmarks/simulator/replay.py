@@ -1,7 +1,7 @@
 """Replays a trace against a serving system on a virtual clock, and measures what the system did.
 
-A system is a policy and the shard it commands, joined. This file knows neither: it gives requests at their moments, lets
-the clock run while the system's steps do, and counts.
+A system is a policy and the shard it commands, joined. This file knows neither: it gives requests at their moments,
+lets the clock run while the system's steps do, and counts.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class Counts:
     generated_tokens: int = 0
     gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of a stream
 
-    def computed(self, answer: Answer, begin: int, end: int, prefill: int) -> None:
+    def add_computed(self, answer: Answer, begin: int, end: int, prefill: int) -> None:
         """Positions begin..end of the answer are computed, `prefill` of them not as they were generated."""
         self.prefill_tokens += prefill
         if begin < answer.computed:
             self.recomputed_tokens += min(end, answer.computed) - begin
         answer.computed = max(answer.computed, end)
 
-    def token(self, answer: Answer, now: float) -> None:
+    def add_token(self, answer: Answer, now: float) -> None:
+        """The client gets a token."""
         if answer.num_tokens:
             self.gaps_s.append(now - answer.last_token_s)
         else:
@@ -160,7 +161,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def replay(trace: Trace, machine: Machine, system: System, clock: Clock) -> Outcome:
+def replay(trace: Trace, machine: Machine, system: System, clock: Clock, check_every: int = CHECK_EVERY) -> Outcome:
     """The whole trace, to the last answer's end. Raises AssertionError when an answer is not what the trace says."""
     order = itertools.count()
     due = [(talk.begins_s, next(order), talk, 0) for talk in trace.conversations]
@@ -168,6 +169,7 @@ def replay(trace: Trace, machine: Machine, system: System, clock: Clock) -> Outc
     answers: list[Answer] = []
     steps = generated = 0
     area = [0.0, 0.0, 0.0]  # running, held, empty; times seconds
+    window_s = trace.window_s or math.inf  # where all come at once it is the whole time
 
     def let_time_pass(until: float) -> None:
         """Requests that come meanwhile are submitted at their moments."""
@@ -186,7 +188,7 @@ def replay(trace: Trace, machine: Machine, system: System, clock: Clock) -> Outc
             continue
         usage = system.usage()
         ends_s = clock.now + machine.seconds(work)
-        seconds = max(0.0, min(ends_s, trace.window_s) - clock.now)
+        seconds = max(0.0, min(ends_s, window_s) - clock.now)
         for index, value in enumerate((usage.running, usage.held_tokens, usage.empty_tokens)):
             area[index] += value * seconds
         let_time_pass(ends_s)
@@ -196,17 +198,17 @@ def replay(trace: Trace, machine: Machine, system: System, clock: Clock) -> Outc
             if following < len(answer.conversation.turns):
                 at = clock.now + answer.conversation.turns[following].pause_s
                 heapq.heappush(due, (at, next(order), answer.conversation, following))
-        if clock.now <= trace.window_s:
+        if clock.now <= window_s:
             generated = system.counts.generated_tokens
         steps += 1
-        if not steps % CHECK_EVERY:
+        if not steps % check_every:
             system.check()
     system.check()
     for answer in answers:
         assert answer.num_ends == 1, f"request {answer.index} ended {answer.num_ends} times"
         assert answer.num_tokens == answer.turn.num_answer, f"request {answer.index} has another answer"
     assert len(answers) == sum(len(talk.turns) for talk in trace.conversations), "a turn was never asked"
-    window_s = trace.window_s or clock.now
+    window_s = min(window_s, clock.now)
     running, held, empty = (value / window_s for value in area)
     pool = machine.pool_tokens
     return Outcome(answers, system.counts, clock.now, steps, generated / window_s, running, held / pool, empty / pool)

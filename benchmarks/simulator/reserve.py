@@ -2,9 +2,9 @@
 
 With prefill chunking and prefix caching on. What it does: requests start in order of arrival; each is given blocks for
 its prompt and min(asked, 1,024) new tokens when it starts, and where these are not there it and all behind it wait;
-newcomers join the running batch in one step with it, then one step follows without newcomers; a prompt is read in chunks
-of what `max_batch_prefill_tokens` leaves, older ones first; an answer longer than 1,024 tokens goes back to the end of
-the queue with what it has as its prompt; only prompts enter the prefix cache, when their request ends.
+newcomers join the running batch in one step with it, then one step follows without newcomers; a prompt is read in
+chunks of what `max_batch_prefill_tokens` leaves, older ones first; an answer longer than 1,024 tokens goes back to the
+end of the queue with what it has as its prompt; only prompts enter the prefix cache, when their request ends.
 
 Where a choice was open it was made in its favour: its RPCs and its router cost no time, it never evicts for an
 allocation that then fails, a continued answer asks only for what it still lacks, and its blocks are as small as its
@@ -140,11 +140,11 @@ class ReserveUpFront:
     def _advance(self, segment: Segment) -> None:
         begin, end = segment.computed, segment.computed + segment.chunk
         prefill = max(0, min(end, segment.num_prompt) - begin)
-        self.counts.computed(segment.answer, begin, end, prefill)
+        self.counts.add_computed(segment.answer, begin, end, prefill)
         segment.computed = end
         if end >= segment.num_prompt:
             segment.generated += 1
-            self.counts.token(segment.answer, self._clock.now)
+            self.counts.add_token(segment.answer, self._clock.now)
 
     def _plan_chunks(self) -> None:
         """What the next step computes of everyone here: one token of each, and of prompts what the budget leaves."""

@@ -1,4 +1,4 @@
-"""A shard without tensors and threads: plans steps as the engine does, and says what they compute, not how long it takes.
+"""A shard without tensors and threads: plans steps as the engine does, and says what each computes.
 
 Every row gets the tokens that the trace wrote for it; nothing else about a model matters to a scheduler.
 """
@@ -105,11 +105,10 @@ class SimulatedShard:
         step = self._step()
         ends: list[int] = []
         for row, begin, tokens, yields in launch.parts:
+            end = begin + tokens
+            self._counts.add_computed(row.answer, begin, end, max(0, min(end, row.num_given) - begin))
             if row.has_ended:
                 continue  # its result is nobody's
-            end = begin + tokens
-            given = min(end, row.num_given) - begin
-            self._counts.computed(row.answer, begin, end, max(0, given))
             if not yields:
                 step.progress_handles.append(row.handle)
                 step.computed_len.append(end)

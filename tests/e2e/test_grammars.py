@@ -16,6 +16,7 @@ from jsonschema.validators import Draft202012Validator
 from tests.e2e.client import Answer, Client
 from tests.e2e.doors import CHAT, REFUSED, REQUIRED, ask, grammar_of, messages
 from tests.e2e.servers import LocalRouter, local_server, until
+from tests.e2e.test_hangup import Caller
 from tests.e2e.workload import Comparison, Request, assert_whole, at_once, random_requests, random_text
 from tests.fakes.grammars import begins
 from tests.fakes.tiny_model import SPECIAL, write_tiny_llama
@@ -50,6 +51,8 @@ MONSTERS: list[dict[str, Any]] = [
     {"type": "json", "value": {"enum": []}},
     {"type": "json", "value": {"uniqueItems": True}},
 ]
+# Passes the check, for a text begins that it allows; what it costs to go on is seen when it does.
+COSTLY = {"type": "regex", "value": "(a|b|.*[a-z].{200}){20}"}
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +100,11 @@ async def sent(router: LocalRouter, requests: list[Request], limit: int) -> list
 # In company.
 
 
-def test_rows_with_and_without_grammars_do_not_change_each_other(router: LocalRouter, model: Path) -> None:
-    plain = random_requests(24, seed=1, longest_prompt=20, longest_answer=100)
-    formed = [under_grammar(seed) for seed in range(24)]
+def assert_undisturbed(router: LocalRouter, model: Path, plain: list[Request], limit: int) -> None:
+    """As many requests with a grammar go between those of `plain`; each answer is what it is alone."""
+    formed = [under_grammar(seed) for seed in range(len(plain))]
     mixed = [request for pair in zip(plain, formed) for request in pair]
-    together, alone = router.run(sent(router, mixed, 16)), router.run(sent(router, mixed, 1))
+    together, alone = router.run(sent(router, mixed, limit), 1500), router.run(sent(router, mixed, 1), 1500)
     comparison = Comparison(load_tokenizer(model))
     for request, found, expected in zip(plain, together[::2], alone[::2]):
         assert_whole(found, request)
@@ -111,7 +114,21 @@ def test_rows_with_and_without_grammars_do_not_change_each_other(router: LocalRo
     for answer in together[1::2]:
         assert_valid(answer)
         assert "".join(answer.pieces) == answer.text
-    assert len({answer.text for answer in together[1::2]}) == 24, "hardly a random model"
+    assert len({answer.text for answer in together[1::2]}) == len(formed), "hardly a random model"
+
+
+def test_rows_with_and_without_grammars_do_not_change_each_other(router: LocalRouter, model: Path) -> None:
+    plain = random_requests(24, seed=1, longest_prompt=20, longest_answer=100)
+    assert_undisturbed(router, model, plain, 16)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_rows_with_and_without_grammars_under_memory_pressure(narrow_router: LocalRouter, model: Path) -> None:
+    before = narrow_router.core.stats.preemptions
+    plain = random_requests(150, seed=2, longest_prompt=20, longest_answer=280)
+    assert_undisturbed(narrow_router, model, plain, 32)
+    assert narrow_router.core.stats.preemptions >= before + 20
 
 
 @pytest.mark.fault("TGI#3043")
@@ -168,6 +185,24 @@ def test_broken_and_monstrous_grammars_hurt_nobody(router: LocalRouter) -> None:
     router.run(router.idle())
 
 
+def test_a_grammar_that_turns_out_too_costly_is_its_own_request_s_error(router: LocalRouter) -> None:
+    good = [under_grammar(seed) for seed in range(8)]
+    alone = router.run(sent(router, good, 1))
+    body = {"inputs": "hi", "parameters": {"grammar": COSTLY, "max_new_tokens": 400, "do_sample": True, "seed": 1}}
+
+    async def run() -> None:
+        async with Client(router.url) as client, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(request.send(client)) for request in good]
+            for path in ("/generate", "/generate_stream", "/generate"):
+                status, answer = await client.exchange(path, body)
+                assert status == 424, answer
+                assert answer["error"].startswith("Request failed during generation: Server error: grammar cannot go")
+        assert [task.result().told for task in tasks] == [answer.told for answer in alone]
+
+    router.run(run())
+    router.run(router.idle())
+
+
 def spaced(grammar: dict[str, Any], index: int) -> dict[str, Any]:
     value = grammar["value"]
     return {**grammar, "value": f"{value}{' ' * index}" if isinstance(value, str) else {**value, "title": str(index)}}
@@ -198,29 +233,36 @@ def test_a_heavy_schema_is_checked_and_compiled_while_others_go_on(router: Local
 def test_hang_ups_within_a_grammar_leave_nothing(router: LocalRouter) -> None:
     """At every stage: while it is checked, compiled, written; with several answers."""
     core = router.core
+    stages: tuple[Callable[[], bool], ...] = (
+        lambda: True,  # sent, and no more
+        lambda: bool(core.queue or core.rows),
+        lambda: len(core.rows) >= 3,
+        lambda: sum(len(entry.generated) > 20 for entry in core.rows) >= 3,
+    )
 
     async def run() -> None:
         async with Client(router.url) as client:
             expected = await under_grammar(3).send(client)
-            for turn in range(6):
-                many = {"type": "object", "properties": {f"p{turn}_{i}": LONG for i in range(20)}}
-                grammar = held({**many, "required": list(many["properties"])})
-                bodies = [
-                    {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 900, **more}}
-                    for more in ({}, {"seed": 5}, {"best_of": 2, "do_sample": True})
+            dropped = core.stats.dropped
+            for turn, reached in enumerate(stages):
+                fields = {f"p{turn}_{i}": LONG for i in range(20)}
+                grammar = held({"type": "object", "properties": fields, "required": list(fields)})
+                asked = {"grammar": grammar, "max_new_tokens": 900, "ignore_eos": False}
+                callers = [
+                    await Caller.call(router, path, "x", **asked, **more)
+                    for path, more in (
+                        ("/generate", {}),
+                        ("/generate_stream", {"seed": 5, "do_sample": True}),
+                        ("/generate", {"best_of": 2, "do_sample": True}),
+                    )
                 ]
-                tasks = [asyncio.create_task(client.exchange("/generate", body)) for body in bodies]
+                await until(reached, "that stage")
                 stay = asyncio.create_task(under_grammar(3).send(client))
-                if turn >= 2:
-                    await until(lambda: len(core.rows) >= 2, "they run")
-                if turn >= 4:
-                    await until(lambda: any(len(entry.generated) > 20 for entry in core.rows), "they write")
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+                for caller in callers:
+                    await caller.hang_up()
                 assert (await stay).told == expected.told
                 await router.idle()
-            assert all(task.cancelled() for task in tasks)
+            assert core.stats.dropped >= dropped + 3
 
     router.run(run())
 

@@ -118,6 +118,19 @@ def test_each_keyword_is_enforced_or_refused_by_name(router: LocalRouter) -> Non
     assert len(never) <= 0.1 * len(verdicts)
 
 
+@pytest.mark.fault("llama.cpp#25746")
+def test_long_strings(router: LocalRouter) -> None:
+    inner = {"b": {"type": "string", "maxLength": 2_000}, "c": {"type": "string", "minLength": 40, "maxLength": 1_500}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "object", "properties": inner, "required": ["b", "c"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    told = router.run(ask_all(router, [(door, schema) for door in DOORS for _ in range(2)]))
+    assert [verdict(schema, one) for one in told].count("complete") >= 6
+
+
 def doors_of(case: SchemaCase) -> list[Door]:
     """The arguments of a tool are an object."""
     is_object = isinstance(case.schema, dict) and case.schema.get("type") == "object"

@@ -1,18 +1,17 @@
 """FakeDevice: a device that stores in each KV slot what a real one would depend on, and checks every read.
 
 The KV of a position depends on all ids up to it, so a slot holds the digest of that prefix. A step reads the slots of
-every
-earlier position through the row's block table and compares them with the row's own ids: a block given away too early, a
-missing copy, a wrong slot or a wrong id shows at once. The chosen id is a function of the digest and the seed, so
-runs can
-be compared. Work is done late (`lag` steps behind its launch), in order: what a launch takes from the host is taken
-then.
+every earlier position through the row's block table and compares them with the row's own ids: a block given away too
+early, a missing copy, a wrong slot or a wrong id shows at once. The chosen id is a function of the digest and the seed,
+so runs can be compared. Each row counts what it has chosen in a slot that the host gives away at once, as penalties do:
+a choice must find there the row's own ids and nothing else. Work is done late (`lag` steps behind its launch), in
+order: what a launch takes from the host is taken then.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.engine.device import Chosen, Constraint, PromptScores
+from tgi.server.sampling.slots import Slots
 from tgi.shard_client.messages import Admit
 
 EMPTY = b""
@@ -60,6 +60,8 @@ def expected_ids(
 class _Row:
     seed: int
     ids: list[int]
+    num_prompt: int
+    slot: int  # of its counts
     digests: list[bytes] = field(default_factory=list)  # of the prefix that ends with ids[i]
     blocks: list[int] = field(default_factory=list)
 
@@ -102,6 +104,9 @@ class FakeDevice:
         self._poisoned: set[int] = set()
         self._broken_choice: set[int] = set()
         self._nan_rows: set[int] = set()
+        self._slots = Slots()
+        self._slot_of: dict[int, int] = {}  # by row, as the host knows it
+        self._counts: dict[int, Counter[int]] = {}  # by slot, as the device knows it
         self._work: deque[tuple[bool, Callable[[], None]]] = deque()  # (is a step, what to do)
         self.tokens_computed = 0
         self.largest_step = 0
@@ -116,12 +121,15 @@ class FakeDevice:
         for row in changes.removed:
             self._poisoned.discard(row)
             self._broken_choice.discard(row)
+            self._slots.give_back(self._slot_of.pop(row))
         for row, admit in changes.added:
+            self._slot_of[row] = self._slots.take()
             for rows, holds in ((self._poisoned, self.poison), (self._broken_choice, self.breaks_choice)):
                 rows.discard(row)
                 if holds(admit):
                     rows.add(row)
-        removed, added, blocks = list(changes.removed), list(changes.added), list(changes.blocks)
+        added = [(row, self._slot_of[row], admit) for row, admit in changes.added]
+        removed, blocks = list(changes.removed), list(changes.blocks)
         self._work.append((False, lambda: self._apply(removed, added, blocks)))
 
     def launch(self, plan: StepPlan) -> _Ticket:
@@ -160,16 +168,17 @@ class FakeDevice:
     # --- what the device does, in order --------------------------------------
 
     def _apply(
-        self, removed: list[int], added: list[tuple[int, Admit]], blocks: list[tuple[int, int, np.ndarray]]
+        self, removed: list[int], added: list[tuple[int, int, Admit]], blocks: list[tuple[int, int, np.ndarray]]
     ) -> None:
         for row in removed:
             del self.rows[row]
             self._nan_rows.discard(row)
-        for row, admit in added:
+        for row, slot, admit in added:
             if row in self.rows:
                 raise Corrupt(f"row {row} is given to a second request")
             ids = np.frombuffer(admit.prompt_ids + admit.generated_ids, np.uint32).tolist()
-            self.rows[row] = _Row(admit.sampling.seed, ids)
+            self.rows[row] = _Row(admit.sampling.seed, ids, len(admit.prompt_ids) // 4, slot)
+            self._counts[slot] = Counter(ids[self.rows[row].num_prompt :])
             if self.nan(admit):
                 self._nan_rows.add(row)
         for row, first, numbers in blocks:
@@ -222,6 +231,8 @@ class FakeDevice:
             for position in range(start, start + length):
                 self.slots[self._slot(row, position)] = row.digest(position)
             if chooses:
+                if self._counts[row.slot] != Counter(row.ids[row.num_prompt :]):
+                    raise Corrupt(f"row {row_number} has counted other ids than its own")
                 end = start + length
                 mask = masks.get(len(ids))
                 if mask is None:
@@ -236,6 +247,7 @@ class FakeDevice:
             if len(row.ids) != end:
                 raise Corrupt("an id was chosen for a position that has one")
             row.ids.append(token)
+            self._counts[row.slot][token] += 1
         count = len(ids)
         ticket.chosen = Chosen(
             ids=np.array(ids, np.int64),

@@ -15,7 +15,7 @@ from tests.fakes.scripted_shard import ids_of
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import Entry
 from tgi.router.validation.request import ValidRequest, fork
-from tgi.shard_client.messages import Sampling
+from tgi.shard_client.messages import Grammar, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Workload:
     operations: int = 1_500
     prompt_logprobs: float = 0.05  # of the requests
     siblings: float = 0.1  # of the requests
+    patterns: tuple[str, ...] = ()  # under one of them, as a regular expression, answer
+    grammars: float = 0.4  # of the requests, if there are any
     breaks: float = 0.003  # per operation
     renewals: float = 0.25  # per break: the cache is lost as well
 
@@ -54,7 +56,7 @@ def drive(
 ) -> SchedulerCore:
     """One random history, then to the end. AssertionError when an answer, a block or a rule is broken.
 
-    `answer(request)` are the tokens of an undisturbed run; the shard knows of no EOS.
+    `answer(request)` are the tokens of an undisturbed run; only grammars end it by an EOS.
     """
     rng = random.Random(seed)
     config = SchedulerConfig(
@@ -75,6 +77,9 @@ def drive(
             earlier = rng.choice(runs)
             turn = earlier.sink.ids + prompt if rng.random() < 0.5 else []
             prompt = [*ids_of(earlier.request.prompt_ids), *turn][:longest]
+        grammar = None
+        if load.patterns and rng.random() < load.grammars:
+            grammar = Grammar("regex", rng.choice(load.patterns), rng.choice((0, 0, 0, 2)))
         request = make_request(
             prompt,
             rng.randrange(1, max(2, min(load.longest_answer, pool_tokens - len(prompt)))),
@@ -83,6 +88,8 @@ def drive(
             use_cache=rng.random() < 0.9,
             cache_salt=rng.choice(("", "", "salt")),
             prompt_logprobs=rng.random() < load.prompt_logprobs,
+            prompt_top_n=rng.randrange(3),
+            grammar=grammar,
             sampling=Sampling(do_sample=True, seed=rng.getrandbits(64)),
         )
         for sibling in fork(request, rng.randrange(2, 6) if rng.random() < load.siblings else 1):
@@ -91,8 +98,13 @@ def drive(
 
     def cancel() -> None:
         run = rng.choice(runs)
-        run.is_cancelled = run.is_cancelled or not run.sink.num_ends
-        run.entry.cancel()
+        siblings = run.request.siblings
+        gone = [run]
+        if siblings is not None and rng.random() < 0.5:  # the client of them all is gone
+            gone = [other for other in runs if other.request.siblings is siblings]
+        for one in gone:
+            one.is_cancelled = one.is_cancelled or not one.sink.num_ends
+            one.entry.cancel()
 
     def break_stream() -> None:
         if rng.random() < load.renewals:
@@ -146,9 +158,21 @@ def _check_answer(run: Run, expected: list[int]) -> None:
     assert sink.finish is not None
     assert sink.finish.text == sink.text
     assert sink.finish.num_generated == len(sink.ids)
-    assert len(sink.prompts) == run.request.prompt_logprobs
+    _check_prompt(run)
     stop = sink.finish.stop
     if stop is None:
         assert sink.ids == expected
     else:
         assert str(stop) in sink.text
+
+
+def _check_prompt(run: Run) -> None:
+    """The shards' prompt logprobs say where a token stands, and their best tokens which of them it is."""
+    assert len(run.sink.prompts) == run.request.prompt_logprobs
+    for tokens in run.sink.prompts:
+        assert [token.id for token in tokens] == ids_of(run.request.prompt_ids)
+        assert [token.logprob for token in tokens] == [None, *(-position / 8 for position in range(1, len(tokens)))]
+        ranks = range(run.request.prompt_top_n)
+        for position, token in enumerate(tokens):
+            best = [top.logprob for top in token.top_tokens]
+            assert best == ([-position / 8 - rank for rank in ranks] if position else [])

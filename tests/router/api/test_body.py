@@ -4,13 +4,17 @@ import gzip
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.app import WAIT_S, App, read_until, serving
+from tgi.router.api import chat_prompt, messages, responses
+from tgi.router.api.body import LONG_BODY
 from tgi.router.app import ROUTES
 
 LIMIT = 20_000
@@ -162,6 +166,59 @@ def test_numbers_without_measure_are_taken_or_refused(app: App, field: str, numb
 )
 def test_deep_nesting_is_refused(app: App, deep: bytes, where: bytes) -> None:
     assert app.post("/generate", raw=where % (deep * 3000)).status in (400, 422)
+
+
+@pytest.mark.parametrize("opening", ['{"a":', "["])
+def test_what_the_reader_just_lets_pass_is_no_fault_of_the_server(app: App, opening: str) -> None:
+    """The way behind the reader of a body is deeper than the way to it."""
+    closing = {"{": "}", "[": "]"}[opening[0]]
+    told = set()
+    for depth in range(900, 1000, 2):
+        value = opening * depth + "1" + closing * depth
+        tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"x": {value}}}}}}}'
+        body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "tools": [{tool}]}}'
+        answer = app.post("/v1/chat/completions", raw=body.encode())
+        assert answer.status == 400, answer.body
+        told.add(answer.json["error"]["message"])
+    assert "The request body is nested too deeply" in told
+
+
+HI = {"role": "user", "content": "Hi"}
+CHATS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [HI]},
+    "/chat_tokenize": {"messages": [HI]},
+    "/invocations": {"messages": [HI]},
+    "/vertex": {"instances": [{"messages": [HI]}]},
+    "/v1/responses": {"input": [HI]},
+    "/v1/messages": {"messages": [HI], "max_tokens": 50},
+    "/v1/messages/count_tokens": {"messages": [HI]},
+}
+
+
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_long_chats_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, path: str, is_long: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    def noting(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def noted(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(chat_prompt, "template_messages")
+    noting(messages, "chat_of")
+    noting(responses, "chat_of")
+    body = json.loads(json.dumps(CHATS[path]))
+    chat = body["instances"][0] if path == "/vertex" else body
+    chat["ignored"] = "x" * (LONG_BODY if is_long else 1)
+    with serving(payload_limit=2 * LONG_BODY) as app:
+        assert app.post(path, body).status == 200
+        assert [thread is not app.thread for thread in threads] == [is_long] * len(threads)
+    assert threads
 
 
 def test_of_two_equal_keys_the_last_one_counts(app: App) -> None:

@@ -659,3 +659,12 @@ def test_a_call_or_an_answer_of_a_shape(tool_app: App) -> None:
     grammar = tool_app.backend.requests[-1].grammar
     assert grammar is not None
     assert "weather" not in grammar.source
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_name_of_a_model_is_no_payload(app: App, path: str) -> None:
+    """It is echoed in every event of a stream."""
+    answer = app.post(path, {"messages": USER, "prompt": "x", "model": "m" * 513, "stream": True})
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == "model"
+    assert app.post(path, {"messages": USER, "prompt": "x", "model": "m" * 512}).json["model"] == "m" * 512

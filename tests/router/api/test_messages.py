@@ -446,6 +446,7 @@ def test_an_output_format_becomes_a_grammar(app: App) -> None:
         ),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": "Hi"}, "messages"),
+        ({"messages": []}, "`messages` must not be empty"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(app: App, body: dict[str, Any], told: str, stream: bool) -> None:

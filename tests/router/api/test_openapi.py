@@ -144,8 +144,14 @@ def _beyond(field: str, kind: str, name: str, limit: Any) -> Any:
         case "maximum":
             return limit + 1 if kind == "integer" else limit * 2
         case "maxItems":
-            return [str(item) if field in ("stop", "stop_sequences") else 7 for item in range(limit + 1)]
+            return [_item(field, index) for index in range(limit + 1)]
     raise AssertionError(f"no test for {name}")
+
+
+def _item(field: str, index: int) -> Any:
+    if field == "tools":
+        return {"type": "function", "name": f"f{index}", "function": {"name": f"f{index}"}}
+    return str(index) if field in ("stop", "stop_sequences") else 7
 
 
 def _at(field: str, kind: str, name: str, limit: Any) -> Any:
@@ -154,7 +160,7 @@ def _at(field: str, kind: str, name: str, limit: Any) -> Any:
         case "exclusiveMinimum":
             return limit + 0.25
         case "maxItems":
-            return [str(item) if field in ("stop", "stop_sequences") else 7 for item in range(limit)]
+            return [_item(field, index) for index in range(limit)]
     return limit
 
 
@@ -175,6 +181,7 @@ TOO_MUCH_TO_RUN = {
     "min_tokens",
     "n",
     "best_of",
+    "tools",
 }
 HANGS_ON_OTHERS = {"top_n_tokens", "top_logprobs", "logprobs"}
 

@@ -491,6 +491,11 @@ def test_formats_become_a_grammar(app: App, format: dict[str, Any]) -> None:
             "tool_choice",
             "names `x`",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": ["x"]}]}},
+            "tool_choice",
+            "`tool_choice.tools[0]` needs a `name`",
+        ),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "`text.format.type` must be one of"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "needs a `schema`"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex", "`text.format` and"),

@@ -150,7 +150,7 @@ def test_overload_is_a_429() -> None:
 
 
 def test_more_instances_than_ever_run_at_once_are_refused(app: App) -> None:
-    answer = app.post("/vertex", {"instances": [{"inputs": "x"}] * 5})
+    answer = app.post("/vertex", {"instances": [{}] * 5})  # not even looked at
     assert answer.status == 422
     assert "at most 4 answers" in answer.json["error"]
 

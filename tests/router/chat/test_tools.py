@@ -16,7 +16,7 @@ from tgi.router.chat.answer import Content, Part, make_call_id
 from tgi.router.chat.constraint import either
 from tgi.router.chat.reasoning import THINK, ReasoningFormat, after_thinking
 from tgi.router.chat.tool_formats import FORMATS, ToolFormat
-from tgi.router.chat.tools import MAX_CALLS, ToolPlan, ToolTemplate, plan_tools, read_tool_template
+from tgi.router.chat.tools import MAX_CALLS, MAX_TOOLS, ToolPlan, ToolTemplate, plan_tools, read_tool_template
 from tgi.router.schema.tools import Tool, ToolChoice
 from tgi.router.validation.grammar import GrammarWish
 
@@ -156,6 +156,14 @@ def test_no_tools_is_an_ordinary_chat_whatever_the_choice(choice: Any) -> None:
         assert (planned.template_tools, planned.grammar) == (None, None)
         assert planned.messages([USER]) == [USER]
         assert planned.parser_for_answer("") is None
+
+
+@pytest.mark.parametrize("choice", [None, "none", "required"])
+def test_too_many_tools_are_refused(choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(MAX_TOOLS + 1)]
+    with pytest.raises(InvalidRequest, match=f"up to {MAX_TOOLS} tools. Given: {MAX_TOOLS + 1}"):
+        plan(*tools, choice=choice)
+    assert plan(*tools[1:]).schemas.keys() == {f"f{index}" for index in range(1, MAX_TOOLS + 1)}
 
 
 def test_none_is_an_ordinary_chat() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from tests.fakes.scheduling import Link, joined, make_request, submit
 from tests.fakes.scripted_shard import PlainShard, reference
 from tgi.router.scheduling.admission import MAX_PASSED_OVER
 from tgi.router.scheduling.entry import Entry, State
-from tgi.shard_client.messages import Admit
+from tgi.router.scheduling.prefix_wait import PrefixLeaders
+from tgi.shard_client.messages import Admit, Step
 
 
 def live(link: Link) -> list[int]:
@@ -210,6 +213,34 @@ def test_a_waiter_lends_its_priority() -> None:
     link.until(lambda: leader.decoding)
     assert leader.seniority == (0, 0), "given back when the prefix is there"
     link.run()
+
+
+def test_a_waiter_lends_its_priority_again_when_its_leader_comes_back() -> None:
+    link = prefix_link()
+    leader, _ = submit(link, make_request(LONG, 3))
+    waiter, _ = submit(link, make_request(LONG, 3, priority=7))
+    link.core.queue.remove(waiter)
+    link.say()
+    leaders = PrefixLeaders(16)
+    for _ in range(2):
+        leaders.add(leader)
+        assert leaders.must_wait(waiter)
+        assert leader.lent_priority == 7
+        leaders.remove(leader)
+        assert leader.lent_priority == 0
+
+
+def test_nobody_waits_for_a_row_that_has_read_its_prompt_and_waits_for_its_grammar() -> None:
+    """Its last position is computed when its grammar is there: in some seconds, perhaps."""
+    link = prefix_link()
+    whole_blocks = LONG[:992]
+    leader, _ = submit(link, make_request(whole_blocks, 3))
+    follower, _ = submit(link, make_request([*whole_blocks, 7], 3))
+    link.say()
+    assert (leader.state, follower.state) == (State.LIVE, State.QUEUED)
+    link.core.handle_step(Step(1, 1, progress_handles=array("Q", [leader.handle]), computed_len=array("I", [991])))
+    link.say()
+    assert (follower.state, follower.cached_len) == (State.LIVE, 976)
 
 
 # -- prefill that cannot be chunked ------------------------------------------------------------------------------------

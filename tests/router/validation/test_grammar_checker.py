@@ -203,14 +203,18 @@ def test_choices_are_taken_literally() -> None:
     [
         ('start: "a" b+\nb: /[0-9]/ | "x"', "a1x"),
         ('root ::= "a" b+\nb ::= [0-9] | "x"', "a1x"),
-        (f'start: "a" {TURN_END}', "a"),
+        ("start[lazy]: /a[0-9]+/", "a1"),
     ],
 )
 def test_lark_and_ebnf(source: str, text: str) -> None:
     grammar = passed("lark", source)
     assert grammar.kind == "lark"
-    if TURN_END not in source:
-        assert accepts(grammar, text)
+    assert accepts(grammar, text)
+
+
+def test_an_end_token_is_not_the_grammars_to_place() -> None:
+    """All of a model's end tokens are allowed where the text may end, and only there."""
+    assert f"it names {TURN_END}, which ends an answer by itself" in refusal("lark", f'start: "a" {TURN_END} "b"')
 
 
 @pytest.mark.parametrize(

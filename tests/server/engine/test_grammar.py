@@ -235,10 +235,15 @@ def test_a_prompt_is_read_while_its_grammar_is_compiled(vocabulary: Vocabulary) 
     engine, device = make_engine(masks)
     prompt = list(range(60))
     engine.apply(Command(admit=[Requests().admit(1, prompt, 5, WORD)]))
+    progress: list[int] = []
     while (plan := engine.plan()) is not None:
         engine.launch(plan)
-        assert not engine.collect().handles
+        step = engine.collect()
+        assert not step.handles
+        progress += step.computed_len
     assert device.tokens_computed == 60
+    assert progress[-1] == 59, "who waits for this prefix need not wait for the grammar"
+    assert len(set(progress)) == len(progress)
     assert engine.num_held == 1
     assert 0 < engine.patience_s <= room.PATIENCE_S
     compiler.gate.set()

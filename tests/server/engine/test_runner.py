@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.fakes.tiny_model import write_tiny_llama
 from tests.fakes.tiny_shard import TinyShard
 from tgi.enums import EndReason
 from tgi.server.engine.plan import PrefillBudget
+from tgi.server.sampling.state import SamplingState
 from tgi.shard_client.messages import Sampling
 
 PROMPTS = [[5], [7, 8, 9], list(range(10, 50)), [300, 20, 20, 20, 20], list(range(100, 230)), [44, 45] * 9]
@@ -94,6 +96,24 @@ CONTROLS = [
     Sampling(presence_penalty=2.0, logit_bias=((3, 1.0),), watermark=True),
     Sampling(do_sample=True, seed=6, temperature=0.7, top_k=40, repetition_penalty=1.1, frequency_penalty=0.3),
 ]
+
+
+def test_a_step_whose_commit_fails_is_run_again_from_the_same_ids(
+    shard: TinyShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard.reset()
+    unbroken = shard.run([shard.admit(prompt, 6, sampling=how) for prompt, how in zip(PROMPTS, CONTROLS)])
+    commit, calls = SamplingState.commit, itertools.count(1)
+
+    def failing(state: SamplingState, rows: torch.Tensor, ids: torch.Tensor, flags: int) -> None:
+        if next(calls) == 3:
+            raise MemoryError
+        commit(state, rows, ids, flags)
+
+    monkeypatch.setattr(SamplingState, "commit", failing)
+    answers = shard.run([shard.admit(prompt, 6, sampling=how) for prompt, how in zip(PROMPTS, CONTROLS)])
+    assert next(calls) > 8, "by halves"
+    assert [answer.ids for answer in answers] == [answer.ids for answer in unbroken]
 
 
 @pytest.mark.row("E: Sampling and seed semantics")

@@ -7,26 +7,47 @@ import itertools
 import pytest
 
 from tests.fakes.device import FakeDevice, expected_ids
+from tests.fakes.masks import LateMasks, expected_under_grammar
 from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, make_request, open_text
 from tests.fakes.scripted_shard import ids_of, pack
 from tests.fakes.seam import Workload, drive
+from tests.fakes.tokenizer import write_byte_tokenizer
 from tgi.errors import GenerationFailed
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
+from tgi.router.validation.request import ValidRequest
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.engine import Engine, Limits
 from tgi.server.engine.plan import PrefillBudget
+from tgi.server.grammar.mask import Masks
+from tgi.server.grammar.vocabulary import Vocabulary, read_vocabulary
 from tgi.shard_client.messages import Command, Step
 
 VOCAB_SIZE = 120
 ROWS = 6
+# One that ends soon, one that may end anywhere, one that the answer's length cuts off.
+PATTERNS = ("[a-f]{3,12}(,[a-f]{2,6}){1,3}", "[a-z ]{0,60}", "[n-z]{200}")
+LAUNCHING = pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 2), (2, 2)])
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = write_byte_tokenizer(tmp_path_factory.mktemp("seam") / "bytes")
+    return read_vocabulary(path, TOKENIZER.vocab_size, TOKENIZER.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def masks(vocabulary: Vocabulary) -> LateMasks:
+    """For all histories in turn: its threads never end."""
+    return LateMasks(vocabulary)
 
 
 class EngineUnderTest:
     """The loop of engine/loop.py without its thread, one turn at a time."""
 
-    def __init__(self, load: Workload, lag: int, depth: int, rows: int = ROWS) -> None:
+    def __init__(self, load: Workload, lag: int, depth: int, rows: int = ROWS, masks: Masks | None = None) -> None:
         self.load = load
         self.num_rows = rows
+        self.masks = masks
         self.device = FakeDevice(load.block_size, lag=lag, depth=depth, vocab_size=VOCAB_SIZE)
         self.epochs = itertools.count(1)
         self.max_ahead = 0
@@ -43,7 +64,7 @@ class EngineUnderTest:
         limits = Limits(
             self.load.window, PrefillBudget(budget, budget, True), self.load.num_blocks, kv_epoch=next(self.epochs)
         )
-        self.engine = Engine(self.device, RequestTable(self.num_rows, self.load.block_size), limits)
+        self.engine = Engine(self.device, RequestTable(self.num_rows, self.load.block_size), limits, self.masks)
 
     def open(self) -> Step:
         self.seen = 0
@@ -57,12 +78,15 @@ class EngineUnderTest:
 
     def advance(self) -> Step | None:
         engine = self.engine
-        while engine.num_in_flight < engine.depth and engine.window_is_open and (plan := engine.plan()) is not None:
-            engine.launch(plan)
-            self.told = False
-            self.max_ahead = max(self.max_ahead, plan.number - self.seen)
-        if engine.num_in_flight:
-            return engine.collect()
+        while True:
+            while engine.num_in_flight < engine.depth and engine.window_is_open and (plan := engine.plan()) is not None:
+                engine.launch(plan)
+                self.told = False
+                self.max_ahead = max(self.max_ahead, plan.number - self.seen)
+            if engine.num_in_flight:
+                return engine.collect()
+            if not (engine.num_held and engine.window_is_open):
+                break  # else a mask that was late will be there, one of the next times
         if self.told or not engine.window_is_open:
             return None
         self.told = True
@@ -97,11 +121,56 @@ def run(block_size: int, lag: int, depth: int, seed: int, window: int, operation
 
 @pytest.mark.fault("TGI#3043")
 @pytest.mark.parametrize("block_size", [1, 16, 64, 256])
-@pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 2), (2, 2)])
+@LAUNCHING
 def test_random_histories(block_size: int, lag: int, depth: int) -> None:
     for seed, window in enumerate((4, 9)):
         shard = run(block_size, lag, depth, seed, window, operations=500)
         assert shard.device.tokens_computed > 100
+
+
+def run_under_grammars(
+    masks: LateMasks, vocabulary: Vocabulary, block_size: int, lag: int, depth: int, seed: int, operations: int
+) -> SchedulerCore:
+    load = Workload(
+        num_blocks=max(7, 120 // block_size + 2),
+        block_size=block_size,
+        window=4 + seed % 6,
+        vocab_size=VOCAB_SIZE,
+        operations=operations,
+        siblings=0.2,
+        patterns=PATTERNS,
+    )
+    shard = EngineUnderTest(load, lag, depth, masks=masks)
+
+    def answer(request: ValidRequest) -> list[int]:
+        prompt, count, seed = ids_of(request.prompt_ids), request.stopping.max_new_tokens, request.sampling.seed
+        grammar = request.grammar
+        if grammar is None:
+            return expected_ids(prompt, count, seed, VOCAB_SIZE)
+        return expected_under_grammar(vocabulary, grammar.source, prompt, count, seed, grammar.begins_at)
+
+    def renew_cache() -> None:
+        shard.engine.open()  # the process that is gone had masks of its own
+        shard.renew_cache()
+
+    core = drive(shard, renew_cache, answer, load, seed)
+    assert shard.max_ahead <= load.window
+    assert shard.engine.table.num_free == ROWS
+    assert shard.engine.num_held == 0
+    return core
+
+
+@LAUNCHING
+def test_random_histories_under_grammars(masks: LateMasks, vocabulary: Vocabulary, lag: int, depth: int) -> None:
+    before = masks.num_late
+    cores = [
+        run_under_grammars(masks, vocabulary, block_size, lag, depth, seed, operations=400)
+        for seed, block_size in enumerate((1, 4, 16))
+    ]
+    # Else the histories would prove little.
+    assert masks.num_late - before > 100
+    assert sum(core.stats.preemptions for core in cores) > 5
+    assert sum(core.stats.inference_failure["decode"] for core in cores) > 0
 
 
 def linked(load: Workload, lag: int, depth: int, rows: int = ROWS) -> tuple[EngineUnderTest, Link]:
@@ -167,7 +236,17 @@ def test_of_64_requests_one_is_poison_and_it_alone_fails() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("block_size", [1, 16, 64, 256])
-@pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 2), (2, 2)])
+@LAUNCHING
 def test_many_random_histories(block_size: int, lag: int, depth: int) -> None:
     for seed in range(25):
         run(block_size, lag, depth, 1_000 + seed, 4 + seed % 8, operations=1_000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@LAUNCHING
+def test_many_random_histories_under_grammars(
+    masks: LateMasks, vocabulary: Vocabulary, block_size: int, lag: int, depth: int
+) -> None:
+    for seed in range(15):
+        run_under_grammars(masks, vocabulary, block_size, lag, depth, 1_000 + seed, operations=1_000)

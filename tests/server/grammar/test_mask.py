@@ -67,6 +67,27 @@ def test_masks_follow_the_ids(vocabulary: Vocabulary) -> None:
     assert allowed(masks, 3) == {EOS_ID, IM_END_ID}
 
 
+def test_a_row_whose_matcher_breaks_takes_no_other_along(vocabulary: Vocabulary) -> None:
+    class Panic(BaseException):
+        """As the library's own: no Exception."""
+
+    class Broken:
+        def consume_token(self, token: int) -> bool:
+            raise Panic("index out of bounds")
+
+    masks = make(vocabulary)
+    for row in (1, 2, 3):
+        masks.add(row, admit("ab[cd]"))
+        allowed(masks, row)
+    masks._rows[2].matcher = Broken()  # type: ignore[assignment]
+    a = spelled(vocabulary, "a")[0]
+    masks.advance([(row, a) for row in (1, 2, 3)])
+    assert masks.wait([1, 2, 3], HANG_S)
+    assert masks.faults() == [(2, "grammar failed: Panic: index out of bounds")]
+    masks.remove(2)
+    assert texts(vocabulary, allowed(masks, 1) & allowed(masks, 3)) == {"b"}
+
+
 def test_replayed_ids_give_the_same_masks(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "REPLAY_IDS", 2)
     masks = make(vocabulary)
@@ -152,6 +173,7 @@ def test_a_grammar_whose_step_costs_too_much_fails_alone(
     assert row == 1
     assert message.startswith("grammar cannot go on: ")
     assert "\n" not in message
+    assert "<" not in message
     masks.remove(1)
     assert not masks.faults()
     assert allowed(masks, 2)

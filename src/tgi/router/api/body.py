@@ -5,7 +5,9 @@ A body is read once per request, whoever asks: a route that looks into it hands 
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -21,6 +23,9 @@ _MISSING = re.compile(r"missing field `([^`]+)`")
 
 BODY = "tgi.body"
 """Scope key of a request's bytes, once they have been read."""
+
+LONG_BODY = 32_768
+"""Bytes. What goes through all of a longer one takes more than some milliseconds."""
 
 
 class BodyReader(Generic[T]):
@@ -54,6 +59,16 @@ async def read_bytes(request: Request, limit: int) -> bytes:
             raise BodyRefused(415, f"Expected a body that is not compressed. Given: `Content-Encoding: {coding}`")
         body = request.scope[BODY] = await _read_up_to(request, limit)
     return body
+
+
+def is_long(request: Request) -> bool:
+    """Of a request whose body has been read."""
+    return len(request.scope[BODY]) > LONG_BODY
+
+
+async def aside(request: Request, work: Callable[[], T]) -> T:
+    """Result of `work`, done beside the event loop where the request's body is long."""
+    return await asyncio.to_thread(work) if is_long(request) else work()
 
 
 def wrong_shape(message: str, where: str = "") -> BodyRefused:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tgi.errors import InvalidRequest
 from tgi.router.api.answer import collect, rendered
-from tgi.router.api.body import BodyReader
+from tgi.router.api.body import BodyReader, is_long
 from tgi.router.api.chat_frames import ChatFrames, Look, chat_completion
 from tgi.router.api.chat_prompt import ChatPrompt, prepare_chat
 from tgi.router.api.errors import openai_response
@@ -35,7 +35,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     with services.infer.accept(max(n, 1), "n") as call:
         if n < 1:
             raise InvalidRequest(f"`n` must be strictly positive. Given: {n}", "n")
-        prompt = await prepare_chat(services, body)
+        prompt = await prepare_chat(services, body, is_long(request))
         valids = fork(await _validate(request, body, prompt, call), n)
         if body.stream:
             return _stream(services, body, prompt, call, valids)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from tgi.errors import InvalidRequest
 from tgi.router.api.openai_request import grammar_of
 from tgi.router.api.services import Services
 from tgi.router.chat.answer import AnswerParser
 from tgi.router.chat.constraint import either
-from tgi.router.chat.messages import template_messages
+from tgi.router.chat.messages import Messages, template_messages
 from tgi.router.chat.reasoning import after_thinking
 from tgi.router.chat.tools import ToolPlan, ToolTemplate, plan_tools
 from tgi.router.schema.chat import ChatRequest
 from tgi.router.validation.grammar import GrammarWish
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +30,17 @@ class ChatPrompt:
         return self.plan.parser_for_answer(self.text, self.continued)
 
 
-async def prepare_chat(services: Services, body: ChatRequest) -> ChatPrompt:
-    """Raises InvalidRequest, TemplateFailed and ToolFailed among it."""
+async def prepare_chat(services: Services, body: ChatRequest, is_long: bool) -> ChatPrompt:
+    """`is_long`: of the request's body. Raises InvalidRequest, TemplateFailed and ToolFailed among it."""
     template = services.tools
-    plan, wish = await _run(body, lambda: _plan(body, template))
+
+    def read() -> tuple[ToolPlan, GrammarWish | None, Messages]:
+        plan, wish = _plan(body, template)
+        return plan, wish, plan.messages(template_messages(body.messages))
+
+    plan, wish, messages = await asyncio.to_thread(read) if is_long or _reads_schemas(body) else read()
     rendered = await services.template.render_aside(
-        plan.messages(template_messages(body.messages)),
+        messages,
         tools=plan.template_tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
@@ -49,21 +51,17 @@ async def prepare_chat(services: Services, body: ChatRequest) -> ChatPrompt:
     text, continued = rendered.text, rendered.continued or ""
     if wish is None:
         return ChatPrompt(text, continued, plan, None)
-    grammar = await _run(
-        body, lambda: after_thinking(wish, template.reasoning, text, template.special_tokens, continued)
+    grammar = await asyncio.to_thread(
+        after_thinking, wish, template.reasoning, text, template.special_tokens, continued
     )
     return ChatPrompt(text, continued, plan, grammar)
 
 
-async def _run(body: ChatRequest, work: Callable[[], T]) -> T:
-    """Beside the event loop where schemas are read, which may take many milliseconds."""
-    is_free = body.response_format is None and body.tool_choice in (None, "auto", "none") and not _guides(body)
-    return work() if is_free else await asyncio.to_thread(work)
-
-
-def _guides(body: ChatRequest) -> bool:
+def _reads_schemas(body: ChatRequest) -> bool:
+    """Which may take many milliseconds."""
     guides = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, body.structured_outputs)
-    return any(guide is not None for guide in guides)
+    wishes = (body.response_format, *guides)
+    return body.tool_choice not in (None, "auto", "none") or any(wish is not None for wish in wishes)
 
 
 def _variables(body: ChatRequest) -> dict[str, Any]:

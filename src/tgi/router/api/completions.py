@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,19 +57,17 @@ async def completions(request: Request) -> Response | EventStream:
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
     """Raises InvalidRequest for an empty list, and for one of several kinds."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [Prompt(given)]
+    if isinstance(body.prompt, str):
+        return [Prompt(body.prompt)]
+    given = cast("list[Any]", body.prompt)
     if not given:
         raise InvalidRequest("`prompt` must not be an empty list", "prompt")
-    texts = [item for item in given if isinstance(item, str)]
-    ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
-    if len(given) not in (len(texts), len(ids), len(lists)):
+    kinds = set(map(type, given))  # of hundreds of thousands, maybe
+    if len(kinds) > 1:
         raise InvalidRequest("`prompt` must be a text, or a list of texts, of token ids or of such lists", "prompt")
-    if ids:
-        return [Prompt(ids=_packed(ids))]
-    return [Prompt(text) for text in texts] or [Prompt(ids=_packed(one)) for one in lists]
+    if kinds == {int}:
+        return [Prompt(ids=_packed(given))]
+    return [Prompt(text) for text in given] if kinds == {str} else [Prompt(ids=_packed(ids)) for ids in given]
 
 
 def check(body: CompletionRequest, num_prompts: int, services: Services) -> None:

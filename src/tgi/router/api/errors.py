@@ -163,6 +163,11 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
+async def on_too_deep(request: Request, error: Exception) -> Response:
+    """A value that the reader of the body just let pass, and something behind it did not."""
+    return await on_body_refused(request, BodyRefused(400, "The request body is nested too deeply"))
+
+
 async def on_fault_of_ours(request: Request, error: Exception) -> Response:
     """A bug. The server logs it with its traceback; the client is told no more than that."""
     fault = Fault(500, "Internal server error", "internal")
@@ -185,6 +190,7 @@ HANDLERS = {
     BodyRefused: on_body_refused,
     HTTPException: on_http_error,
     ClientGone: on_client_gone,
+    RecursionError: on_too_deep,
     Exception: on_fault_of_ours,
 }
 

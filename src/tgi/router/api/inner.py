@@ -26,18 +26,21 @@ class Part:
     body: bytes
 
 
+def check_count(request: Request, num_parts: int) -> None:
+    """Before the parts are made. Raises InvalidRequest for more than the server ever answers at once."""
+    most = services_of(request).infer.max_answers
+    if num_parts > most:
+        raise InvalidRequest(
+            f"one request may ask for at most {most} answers (see --max-concurrent-requests). Given: {num_parts}"
+        )
+
+
 async def answers(request: Request, parts: Sequence[Part]) -> list[bytes]:
     """Bodies of the parts' answers, in their order. None of them may ask for a stream.
 
     The first error ends all and is raised with its place. Raises Overloaded before any starts when not all could.
     """
-    infer = services_of(request).infer
-    if len(parts) > infer.max_answers:
-        raise InvalidRequest(
-            f"one request may ask for at most {infer.max_answers} answers (see --max-concurrent-requests). "
-            f"Given: {len(parts)}"
-        )
-    if len(parts) > infer.free_permits:
+    if len(parts) > services_of(request).infer.free_permits:
         raise Overloaded
     try:
         async with asyncio.TaskGroup() as group:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tgi.router.api import generate
 from tgi.router.api.body import BodyReader, wrong_shape
-from tgi.router.api.inner import Part, answers
+from tgi.router.api.inner import Part, answers, check_count
 from tgi.router.api.services import services_of
 from tgi.router.schema.generate import GenerateRequest, GenerateResponse
 from tgi.router.schema.info import NativeError
@@ -70,6 +70,7 @@ async def infer(request: Request) -> Response:
         prompts = [_texts(tensor, f"inputs[{index}]") for index, tensor in enumerate(body.inputs)]
     except UnicodeDecodeError as error:
         return _json(NativeError(str(error), "utf8"), 422)
+    check_count(request, sum(map(len, prompts)))
     parts = [
         Part(
             f"inputs[{index}]",

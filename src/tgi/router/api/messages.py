@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tgi.errors import TgiError
 from tgi.router.api.answer import collect, rendered
-from tgi.router.api.body import BodyReader
+from tgi.router.api.body import BodyReader, aside, is_long
 from tgi.router.api.chat_prompt import prepare_chat
 from tgi.router.api.errors import REQUEST_ID_HEADER, anthropic_response
 from tgi.router.api.headers import answer_headers, stream_headers
@@ -19,6 +19,7 @@ from tgi.router.api.messages_chat import NAMES, chat_of
 from tgi.router.api.messages_frames import Look, MessageFrames, message
 from tgi.router.api.middleware import request_id_of
 from tgi.router.api.openai_answer import encode as _encode
+from tgi.router.api.openai_answer import model_name
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.api.translation import named, validated
@@ -36,8 +37,8 @@ async def messages(request: Request) -> Response | EventStream:
     services = services_of(request)
     body = await _body.read(request, services.payload_limit)
     with services.infer.accept() as call, named(NAMES):
-        chat = chat_of(body, body.max_tokens, body.stop_sequences)
-        prompt = await prepare_chat(services, chat)
+        chat = await aside(request, lambda: chat_of(body, body.max_tokens, body.stop_sequences))
+        prompt = await prepare_chat(services, chat, is_long(request))
         valid = await validated(request, chat, prompt, call, _DOOR)
         look = _look(request, services, body, valid.num_prompt_tokens)
         if body.stream:
@@ -59,7 +60,8 @@ async def count_tokens(request: Request) -> Response:
     services = services_of(request)
     body = await _count_body.read(request, services.payload_limit)
     with named(NAMES):
-        text = (await prepare_chat(services, chat_of(body))).text
+        chat = await aside(request, lambda: chat_of(body))
+        text = (await prepare_chat(services, chat, is_long(request))).text
     num_tokens = len((await services.encoder.encode(text, _DOOR.add_special_tokens)).ids) // 4
     headers = {REQUEST_ID_HEADER: request_id_of(request.scope)}
     return Response(_encode(TokenCount(num_tokens)), 200, headers, "application/json")
@@ -68,7 +70,7 @@ async def count_tokens(request: Request) -> Response:
 def _look(request: Request, services: Services, body: MessagesRequest, num_prompt: int) -> Look:
     return Look(
         id=f"msg_{secrets.token_hex(12)}",
-        model=services.info.model_id if body.model in (None, "", "tgi") else body.model,
+        model=model_name(services, body.model),
         request_id=request_id_of(request.scope),
         num_prompt=num_prompt,
         max_tokens=body.max_tokens,

@@ -50,6 +50,8 @@ def chat_of(
 
 
 def _messages(body: CountTokensRequest) -> list[Message]:
+    if not body.messages:
+        raise InvalidRequest("`messages` must not be empty", "messages")
     messages: list[Message] = []
     if body.system:
         messages.append(Message(role="system", content=_text(body.system, "system")))

@@ -15,13 +15,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tgi.enums import FinishReason
-from tgi.errors import TgiError
+from tgi.errors import InvalidRequest, TgiError
 from tgi.router.api.errors import openai_body
 from tgi.router.api.services import Services
 from tgi.router.backend import Finish, TokenEvent
 from tgi.router.schema.chat import CompletionTokensDetails, PromptTokensDetails, StreamOptions, Usage
 
 encode = msgspec.json.Encoder().encode
+
+MAX_MODEL_NAME = 512  # characters
 
 DONE = b"data: [DONE]\n\n"
 
@@ -46,12 +48,24 @@ class Head:
         }
 
 
+def model_name(services: Services, model: str | None) -> str:
+    """`model` as the client named it: any name is echoed, but TGI's for "the one that is served" is resolved.
+
+    Raises InvalidRequest for one that is no name: it may stand in every event of a stream.
+    """
+    if model in (None, "", "tgi"):
+        return services.info.model_id
+    if len(model) > MAX_MODEL_NAME:
+        raise InvalidRequest(f"`model` has {len(model)} characters; a name has at most {MAX_MODEL_NAME}", "model")
+    return model
+
+
 def head_of(services: Services, prefix: str, model: str | None) -> Head:
-    """`model` as the client named it: any name is echoed, but TGI's for "the one that is served" is resolved."""
+    """Raises InvalidRequest."""
     return Head(
         id=f"{prefix}-{secrets.token_hex(12)}",
         created=int(time.time()),
-        model=services.info.model_id if model in (None, "", "tgi") else model,
+        model=model_name(services, model),
         system_fingerprint=services.system_fingerprint,
     )
 

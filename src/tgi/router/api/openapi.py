@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi.router.chat.tools import MAX_TOOLS
 from tgi.router.schema.info import NativeError, OpenAIError
 from tgi.router.schema.messages import AnthropicError
 from tgi.router.validation.door import CHAT, COMPLETIONS, NATIVE, Door
@@ -312,7 +313,9 @@ def _ranges(limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
         "response_format": _tagged("text", "json_object", "json_schema", "json", "regex") | {"required": ["type"]},
     }
     length = {"type": "integer", "minimum": 1}
-    chat = {"max_completion_tokens": length}
+    tools = {"tools": {"type": "array", "maxItems": MAX_TOOLS}}
+    turns = {"messages": {"type": "array", "minItems": 1}}
+    chat = tools | {"max_completion_tokens": length}
     translated = {name: facts for name, facts in common.items() if name != "stop"} | {
         name: on_v1[name] for name in ("temperature", "top_p", "seed")
     }
@@ -321,8 +324,10 @@ def _ranges(limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
         "ChatRequest": common | on_v1 | chat | {"top_logprobs": top_n(CHAT)},
         "CompletionRequest": common | on_v1 | {"logprobs": top_n(COMPLETIONS)},
         "ResponsesRequest": translated
+        | tools
         | {"stop": common["stop"], "max_output_tokens": length, "top_logprobs": top_n(CHAT)},
-        "MessagesRequest": translated | {"stop_sequences": common["stop"], "max_tokens": length},
+        "MessagesRequest": translated | tools | turns | {"stop_sequences": common["stop"], "max_tokens": length},
+        "CountTokensRequest": tools | turns,
     }
     return {(struct, name): dict(facts) for struct, fields in rows.items() for name, facts in fields.items()}
 

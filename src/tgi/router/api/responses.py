@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi.router.api.answer import collect, rendered
-from tgi.router.api.body import BodyReader
+from tgi.router.api.body import BodyReader, aside, is_long
 from tgi.router.api.chat_prompt import prepare_chat
 from tgi.router.api.errors import openai_response
 from tgi.router.api.headers import answer_headers, stream_headers
 from tgi.router.api.openai_answer import encode as _encode
+from tgi.router.api.openai_answer import model_name
 from tgi.router.api.responses_chat import NAMES, chat_of
 from tgi.router.api.responses_frames import Look, ResponseFrames, response
 from tgi.router.api.services import Services, services_of
@@ -35,8 +36,8 @@ async def responses(request: Request) -> Response | EventStream:
     services = services_of(request)
     body = await _body.read(request, services.payload_limit)
     with services.infer.accept() as call, named(NAMES):
-        chat = chat_of(body)
-        prompt = await prepare_chat(services, chat)
+        chat = await aside(request, lambda: chat_of(body))
+        prompt = await prepare_chat(services, chat, is_long(request))
         valid = await validated(request, chat, prompt, call, _DOOR)
         look = _look(services, body, chat)
         if body.stream:
@@ -66,7 +67,7 @@ def _start(services: Services, body: ResponsesRequest) -> ResponseObject:
         created_at=int(time.time()),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        model=services.info.model_id if body.model in (None, "", "tgi") else body.model,
+        model=model_name(services, body.model),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         prompt_cache_key=body.prompt_cache_key,
         reasoning=body.reasoning or ReasoningConfig(),

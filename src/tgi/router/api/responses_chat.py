@@ -192,12 +192,15 @@ def _allowed(tools: Sequence[Tool], choice: ResponsesToolChoice) -> tuple[list[T
     """The model sees the allowed tools alone: what it does not know it does not call."""
     if choice.mode not in ("auto", "required"):
         raise InvalidRequest(f"`tool_choice.mode` must be `auto` or `required`. Given: {choice.mode}", "tool_choice")
-    names = {tool.get("name") for tool in choice.tools or ()}
-    unknown = names - {tool.function.name for tool in tools}
-    if unknown:
-        name = min(map(str, unknown))
-        raise InvalidRequest(f"`tool_choice.tools` names `{name}`, which is not among the `tools`", "tool_choice")
-    return [tool for tool in tools if tool.function.name in names], choice.mode
+    names = [tool.get("name") for tool in choice.tools or ()]
+    known = {tool.function.name for tool in tools}
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            raise InvalidRequest(f"`tool_choice.tools[{index}]` needs a `name`", "tool_choice")
+        if name not in known:
+            raise InvalidRequest(f"`tool_choice.tools` names `{name}`, which is not among the `tools`", "tool_choice")
+    allowed = set(names)
+    return [tool for tool in tools if tool.function.name in allowed], choice.mode
 
 
 def _tool(tool: ResponsesTool, index: int) -> Tool:

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi.router.api.body import BodyReader
+from tgi.router.api.body import BodyReader, is_long
 from tgi.router.api.chat_prompt import prepare_chat
 from tgi.router.api.services import OffsetEncoder, services_of
 from tgi.router.schema.chat import ChatRequest, ChatTokens
@@ -35,7 +35,7 @@ async def chat_tokenize(request: Request) -> Response:
     """The prompt of a chat as the chat route makes it, and its tokens. Takes no permit."""
     services = services_of(request)
     body = await _chat_body.read(request, services.payload_limit)
-    text = (await prepare_chat(services, body)).text
+    text = (await prepare_chat(services, body, is_long(request))).text
     add_special_tokens = body.add_special_tokens or CHAT.add_special_tokens
     return await _respond(services.encoder, text, add_special_tokens, lambda slices: ChatTokens(slices, text))
 
@@ -44,9 +44,9 @@ async def _respond(
     encoder: OffsetEncoder, text: str, add_special_tokens: bool, answer: Callable[[list[TokenSlice]], object]
 ) -> Response:
     encoding = await encoder.encode(text, add_special_tokens, with_offsets=True)
-    ids = memoryview(encoding.ids).cast("I").tolist()
 
     def make() -> bytes:
+        ids = memoryview(encoding.ids).cast("I").tolist()
         return _encode(answer(_slices(text, ids, encoding.offsets)))
 
     body = make() if len(text) <= LONG_TEXT else await asyncio.to_thread(make)

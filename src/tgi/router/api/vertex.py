@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tgi.errors import InvalidRequest
 from tgi.router.api import chat, generate
 from tgi.router.api.body import BodyReader, wrong_shape
-from tgi.router.api.inner import Part, answers
+from tgi.router.api.inner import Part, answers, check_count
 from tgi.router.api.services import services_of
 from tgi.router.schema.info import NativeError
 from tgi.router.schema.vertex import VertexRequest, VertexResponse
@@ -39,6 +39,7 @@ async def vertex(request: Request) -> Response:
     body = await _body.read(request, services_of(request).payload_limit)
     if not body.instances:
         return Response(_encode(_NO_INSTANCES), 422, media_type="application/json")
+    check_count(request, len(body.instances))
     parts = [_part(raw, f"instances[{index}]") for index, raw in enumerate(body.instances)]
     predictions = [_text(answer) for answer in await answers(request, parts)]
     return Response(_encode(VertexResponse(predictions)), media_type="application/json")

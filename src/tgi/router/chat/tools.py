@@ -30,6 +30,9 @@ DEFAULT_TOOL_PROMPT = (
     "Give every argument that the function requires, with real values. Where no function helps, answer in plain text."
 )
 
+MAX_TOOLS = 1024
+"""In one request. OpenAI takes 128; each may need a grammar of its own."""
+
 COMPOSING = frozenset(
     ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "patternProperties", "propertyNames", "minProperties")
 )
@@ -126,6 +129,8 @@ def plan_tools(
     Raises InvalidRequest for a tool or a choice that makes no sense, and where a call must come for a schema that
     cannot be enforced; ToolFailed for a named tool that is not there.
     """
+    if tools and len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` supports up to {MAX_TOOLS} tools. Given: {len(tools)}", "tools")
     if not tools or tool_choice == "none":
         return ToolPlan(None, None, template)
     named = _named(tool_choice)

@@ -56,6 +56,7 @@ MAX_ERROR = 300
 """Characters of what is wrong with a grammar."""
 
 _ANY_OBJECT = '{"type": "object"}'
+_ATTRIBUTED_START = re.compile(r"^\s*start\s*\[[^\]\n]*\]\s*:", re.MULTILINE)  # the library's own test does not know it
 _DRAWING = re.compile(r"<state>|<non-verbose/>|\n +1 \|")
 _REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -140,9 +141,17 @@ class Engine:
             return "it holds a lone surrogate, which is no valid Unicode"
         except RecursionError:
             return "it is nested too deeply"
+        if grammar.kind == "lark" and (end := self._named_end(grammar.source)):
+            return f"it names {end}, which ends an answer by itself: leave it out"
         if len(grammar.source) > MAX_RESULT:
             return f"it has {len(grammar.source)} characters once it is written out, at most {MAX_RESULT} are checked"
         return self._fault(grammar) or grammar
+
+    def _named_end(self, source: str) -> str | None:
+        """A further end token that a Lark grammar spells: the shard allows all of them where the text may end, and
+        nowhere else."""
+        ends = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids[1:]]
+        return next((end for end in ends if end.startswith("<") and end in source), None)
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
@@ -265,7 +274,7 @@ def _lark(text: str) -> str:
     """Lark as it is; EBNF (`root ::= …`, as llama.cpp writes it) translated."""
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-    if is_lark_syntax(text):
+    if is_lark_syntax(text) or _ATTRIBUTED_START.search(text):
         return text
     if text.count("::=") > MAX_EBNF_RULES:
         raise Refused(f"an EBNF grammar of more than {MAX_EBNF_RULES} rules; Lark has no such limit")

@@ -262,8 +262,9 @@ class ModelRunner:
             if taken is not None:
                 everyones = torch.full_like(inputs.sample_rows, NO_CHOICE).index_copy_(0, taken, ids)
             self.group.broadcast_(everyones)
-        self._last_ids.index_copy_(0, sample_rows, ids)
+        # The last id last: where memory runs out before, the step is run again from the one that stands there.
         state.commit(sample_rows, ids, flags)
+        self._last_ids.index_copy_(0, sample_rows, ids)
 
     def _follow(self, launched: Launched) -> None:
         """What rank 0 has chosen for all rows of the plan, whoever of them sits out: every rank knows the shape."""

@@ -5,6 +5,7 @@ Knows no rows and no masks.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ CACHE_BYTES = 1 << 20  # of sources; what they compile to is up to 160 times as 
 # What the source does not say itself. As TGI: at most one blank where JSON allows any.
 JSON_DEFAULTS: dict[str, Any] = {"whitespace_pattern": r"[ ]?"}
 MESSAGE_CHARACTERS = 300
+DETAILS = re.compile(r"<state>|<non-verbose/>")  # behind it the library tells of its own insides
 
 _WORD_BITS = 32
 
@@ -122,7 +124,7 @@ def _in_library_form(grammar: Grammar) -> str:
 
 def one_line(reason: str) -> str:
     """Of what the library says at length."""
-    return " ".join(reason.split())[:MESSAGE_CHARACTERS]
+    return " ".join(DETAILS.split(reason)[0].split())[:MESSAGE_CHARACTERS]
 
 
 def _num_bytes(key: tuple[str, str]) -> int:

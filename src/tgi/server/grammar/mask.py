@@ -186,10 +186,13 @@ class Masks:
         matcher = state.matcher
         assert matcher is not None
         state.position += 1
-        if state.position > state.grammar.begins_at and not matcher.consume_token(token):
+        try:
+            if state.position <= state.grammar.begins_at or matcher.consume_token(token):
+                return True
             self._fail(state, GrammarError(f"grammar cannot go on: {one_line(matcher.get_error())}"))
-            return False
-        return True
+        except BaseException as error:  # else the job would end with it, and every row in it without a mask
+            self._fail(state, error)
+        return False
 
     def _fill(self, vocabulary: Vocabulary, states: Sequence[_Row]) -> None:
         """The masks of all these rows, computed side by side. What goes wrong is theirs."""

@@ -43,7 +43,6 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    name: str
     conversations: tuple[Conversation, ...]  # by time
     lengths_known: bool = False  # every request says its answer's length as its `max_tokens`; else that is unset
 
@@ -84,21 +83,21 @@ NEWEST_SHARE = 0.75
 
 def known(trace: Trace) -> Trace:
     """The same trace from clients who say how long each answer will be."""
-    return replace(trace, name=f"{trace.name}, lengths known", lengths_known=True)
+    return replace(trace, lengths_known=True)
 
 
 def poisson(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
     """Single questions at random moments, `rate` a second. `limit`: tokens of prompt and answer together."""
     random = Random(seed)
     times = _moments(random, requests, rate)
-    return Trace("poisson", _single(times, (_question(random, limit) for _ in range(requests))))
+    return Trace(_single(times, (_question(random, limit) for _ in range(requests))))
 
 
 def bursts(seed: int, *, requests: int, size: int, every_s: float, limit: int) -> Trace:
     """`size` single questions at the same moment, again and again."""
     random = Random(seed)
     times = [index // size * every_s for index in range(requests)]
-    return Trace("bursts", _single(times, (_question(random, limit) for _ in times)))
+    return Trace(_single(times, (_question(random, limit) for _ in times)))
 
 
 def chats(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
@@ -106,7 +105,7 @@ def chats(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
     asking on, so a slow server is asked later."""
     random = Random(seed)
     times = _moments(random, max(1, round(requests / CHAT_TURNS)), rate)
-    return Trace("chat", tuple(Conversation(at, tuple(_chat(random, limit))) for at in times))
+    return Trace(tuple(Conversation(at, tuple(_chat(random, limit))) for at in times))
 
 
 def documents(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
@@ -120,7 +119,7 @@ def documents(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
         return _turn(random, _ids(random, DOCUMENT.draw(random, most)), limit)
 
     times = _moments(random, requests, rate)
-    return Trace("long documents", _single(times, (turn() for _ in times)))
+    return Trace(_single(times, (turn() for _ in times)))
 
 
 def shared_prompts(seed: int, *, requests: int, rate: float, apps: int, limit: int) -> Trace:
@@ -134,7 +133,7 @@ def shared_prompts(seed: int, *, requests: int, rate: float, apps: int, limit: i
         newest = job * apps // jobs
         system = systems[newest if random.random() < NEWEST_SHARE else random.randrange(newest + 1)]
         talks += [Conversation(at, (_turn(random, system + _said(random, limit), limit),)) for _ in range(JOB)]
-    return Trace("shared system prompt", tuple(talks[:requests]))
+    return Trace(tuple(talks[:requests]))
 
 
 def _moments(random: Random, count: int, rate: float) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks import traces
 from benchmarks.record import Figure, argument_parser, format_value, report
@@ -25,55 +26,47 @@ LESS_PREFILL = "<= 1"
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`trace(requests)` makes the load; targets are relations to TGI's policy."""
+    """A load on a machine. Targets are relations to TGI's policy."""
 
-    name: str
     machine: Machine
-    trace: Callable[[int], Trace]
+    load: str
+    generate: Callable[..., Trace]  # of `requests` and `limit`
     requests: int
+    lengths_known: bool = False
     running_target: str = ""
     prefill_target: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"{self.machine.name}, {self.load}{', lengths known' if self.lengths_known else ''}"
 
-def _h200(name: str, trace: Callable[[int], Trace], requests: int, *targets: str) -> Scenario:
-    return Scenario(f"H200, {name}", H200, trace, requests, *targets)
-
-
-def _cpu(name: str, trace: Callable[[int], Trace], requests: int, *targets: str) -> Scenario:
-    return Scenario(f"CPU, {name}", CPU, trace, requests, *targets)
+    def trace(self, scale: float = 1.0) -> Trace:
+        requests = max(2, round(self.requests * scale))
+        trace = self.generate(requests=requests, limit=self.machine.max_total_tokens)
+        return traces.known(trace) if self.lengths_known else trace
 
 
 # Loads are above what either policy can serve, so that memory decides; but for the light one, where nobody waits.
-LIMIT, CPU_LIMIT = H200.max_total_tokens, CPU.max_total_tokens
+CHAT = partial(traces.chats, 3, rate=35)
+CPU_CHAT = partial(traces.chats, 7, rate=2)
+SHARED = partial(traces.shared_prompts, 6, rate=40, apps=16)
+CPU_SHARED = partial(traces.shared_prompts, 8, rate=0.7, apps=6)
 SCENARIOS = [
-    _h200("poisson", lambda n: traces.poisson(1, requests=n, rate=90, limit=LIMIT), 1_800, MORE_RUNNING),
-    _h200("bursts", lambda n: traces.bursts(2, requests=n, size=300, every_s=5, limit=LIMIT), 1_800, MORE_RUNNING),
-    _h200("chat", lambda n: traces.chats(3, requests=n, rate=35, limit=LIMIT), 2_400, MORE_RUNNING),
-    _h200("chat, lengths known", lambda n: traces.known(traces.chats(3, requests=n, rate=35, limit=LIMIT)), 2_400),
-    _h200("chat, light load", lambda n: traces.chats(4, requests=n, rate=6, limit=LIMIT), 600),
-    _h200("long documents", lambda n: traces.documents(5, requests=n, rate=25, limit=LIMIT), 750),
-    _h200(
-        "shared system prompt",
-        lambda n: traces.shared_prompts(6, requests=n, rate=40, apps=16, limit=LIMIT),
-        1_200,
-        "",
-        LESS_PREFILL,
-    ),
-    _cpu("chat", lambda n: traces.chats(7, requests=n, rate=2, limit=CPU_LIMIT), 400, MORE_RUNNING),
-    _cpu("chat, lengths known", lambda n: traces.known(traces.chats(7, requests=n, rate=2, limit=CPU_LIMIT)), 400),
-    _cpu(
-        "shared system prompt",
-        lambda n: traces.shared_prompts(8, requests=n, rate=0.7, apps=6, limit=CPU_LIMIT),
-        200,
-        "",
-        LESS_PREFILL,
-    ),
+    Scenario(H200, "poisson", partial(traces.poisson, 1, rate=90), 1_800, running_target=MORE_RUNNING),
+    Scenario(H200, "bursts", partial(traces.bursts, 2, size=300, every_s=5), 1_800, running_target=MORE_RUNNING),
+    Scenario(H200, "chat", CHAT, 2_400, running_target=MORE_RUNNING),
+    Scenario(H200, "chat", CHAT, 2_400, lengths_known=True),
+    Scenario(H200, "chat, light load", partial(traces.chats, 4, rate=6), 600),
+    Scenario(H200, "long documents", partial(traces.documents, 5, rate=25), 750),
+    Scenario(H200, "shared system prompt", SHARED, 1_200, prefill_target=LESS_PREFILL),
+    Scenario(CPU, "chat", CPU_CHAT, 400, running_target=MORE_RUNNING),
+    Scenario(CPU, "chat", CPU_CHAT, 400, lengths_known=True),
+    Scenario(CPU, "shared system prompt", CPU_SHARED, 200, prefill_target=LESS_PREFILL),
 ]
 
 
-def compare(scenario: Scenario, requests: int) -> tuple[Outcome, Outcome]:
+def compare(trace: Trace, machine: Machine) -> tuple[Outcome, Outcome]:
     """(ours, TGI's policy) on the same trace."""
-    trace, machine = scenario.trace(requests), scenario.machine
     outcomes: list[Outcome] = []
     for policy in (OnDemand, ReserveUpFront):
         clock = Clock()
@@ -122,7 +115,7 @@ def main() -> None:
         figure
         for scenario in SCENARIOS
         if arguments.only in scenario.name
-        for figure in figures(scenario, *compare(scenario, max(2, round(scenario.requests * arguments.scale))))
+        for figure in figures(scenario, *compare(scenario.trace(arguments.scale), scenario.machine))
     ]
     report(arguments, "simulator", "Scheduling policies, simulated: ours and TGI's at equal memory", measured)
 

@@ -453,3 +453,30 @@ def test_a_long_answer_with_logprobs_is_complete(app: App) -> None:
     choice = app.post(COMPLETIONS, {"prompt": "Hi", "logprobs": 1}).json["choices"][0]
     assert choice["text"] == "a" * 600
     assert choice["logprobs"]["text_offset"] == list(range(601))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_long_echoed_prompt_is_rendered_beside_the_event_loop(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+    add_prompt = Columns.add_prompt
+
+    def watched(self: Columns, tokens: Any, text: str) -> None:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        add_prompt(self, tokens, text)
+
+    monkeypatch.setattr(Columns, "add_prompt", watched)
+    limits = Limits(max_input_tokens=2_000, max_total_tokens=3_000, vocab_size=300, prompt_logprobs=True)
+    with serving(limits=limits) as app:
+        app.backend.script = echoing(said("c"), said("d"))
+        body = {"prompt": "ab" * 400, "echo": True, "logprobs": 1, "n": n}
+        plain = app.post(COMPLETIONS, body).json["choices"]
+        chunks = [chunk["choices"][0] for chunk in chunks_of(app, **body)]
+        for choice in plain:
+            mine = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+            assert "".join(chunk["text"] for chunk in mine) == choice["text"] == "ab" * 400 + "cd"
+            for column, values in choice["logprobs"].items():
+                assert [value for chunk in mine for value in chunk["logprobs"][column]] == values
+        assert on_loop
+        assert not any(on_loop)
+        app.backend.script = lambda request: Script((), prompt=echoing()(request).prompt, error=GenerationFailed("no"))
+        assert app.post(COMPLETIONS, {**body, "stream": True}).status == 424

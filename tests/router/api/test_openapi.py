@@ -21,7 +21,7 @@ METHODS = {"get", "post"}
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    with serving(rows=EVERY_ROW) as app:
+    with serving(payload_limit=200_000, rows=EVERY_ROW) as app:
         yield app
 
 

@@ -8,7 +8,8 @@ Knows no JSON: `Frames` renders.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from math import ceil
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from tgi.router.backend import PromptToken, TokenEvent
 from tgi.router.infer import Call
 from tgi.router.validation.request import ValidRequest
 
+logger = logging.getLogger(__name__)
+
 ABORT = "tgi.abort"
 """Scope extension: cut the connection now, what is not sent is lost. Closing waits for the client, who never reads."""
 
@@ -32,6 +35,11 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"x-accel-buffering", b"no"),
 )
 
+LONG_PROMPT = 512
+"""Tokens. To render more, alternatives included, may take milliseconds."""
+
+_Item = TokenEvent | TgiError | Sequence[PromptToken]
+
 # A drained client is caught up in portions, so that rendering its backlog holds up nobody.
 _CATCH_UP = 256
 
@@ -40,7 +48,7 @@ class Frames(Protocol):
     """How one answer looks in a stream: every call gives the bytes of whole events, in the order of the answer."""
 
     def prompt(self, tokens: Sequence[PromptToken]) -> None:
-        """Before the first token, where the request asked for it."""
+        """Before the first token, where the request asked for it. A long one comes in a thread."""
         ...
 
     def token(self, event: TokenEvent) -> bytes: ...
@@ -64,7 +72,7 @@ class _Answer:
         self._frames = frames
 
     def prompt(self, tokens: Sequence[PromptToken]) -> None:
-        self._frames.prompt(tokens)
+        self._stream.take_prompt(self._frames, tokens)
 
     def token(self, event: TokenEvent) -> None:
         self._stream.take(self._frames, event)
@@ -91,7 +99,7 @@ class EventStream:
         self._pulse = pulse
         self._headers = [*HEADERS, *headers]
         self._on_early_error = on_early_error
-        self._backlog: list[tuple[Frames, TokenEvent | TgiError]] | None = None  # None: the client keeps up
+        self._backlog: list[tuple[Frames, _Item]] | None = None  # None: the client keeps up
         self._catching_up: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_over = False
@@ -118,6 +126,15 @@ class EventStream:
                 self._catching_up.cancel()
 
     # The backend's side.
+
+    def take_prompt(self, frames: Frames, tokens: Sequence[PromptToken]) -> None:
+        """The prompt of one of the answers. All events wait until a long one is rendered, beside the event loop."""
+        if self._backlog is not None:
+            self._backlog.append((frames, tokens))
+        elif len(tokens) <= LONG_PROMPT:
+            frames.prompt(tokens)
+        else:
+            self._fall_behind(asyncio.to_thread(frames.prompt, tokens))
 
     def take(self, frames: Frames, item: TokenEvent | TgiError) -> None:
         """The next event of one of the answers, or the error that ends them all."""
@@ -180,25 +197,49 @@ class EventStream:
         except OSError:  # the connection broke; the handler hears of it by itself
             self._is_over = True
             return
+        self._fall_behind(_Rest(sending, waited))
+
+    def _fall_behind(self, first: Awaitable[None]) -> None:
+        """What comes waits until `first` is done."""
         self._backlog = []
         self.quiet_ticks = 0
-        self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(_Rest(sending, waited)))
+        self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(first))
 
-    async def _catch_up(self, rest: _Rest) -> None:
+    async def _catch_up(self, first: Awaitable[None]) -> None:
         """Finish what waits, then render and send what came meanwhile, until the client keeps up again."""
         try:
-            await rest
+            await first
             while self._backlog and not self._is_over:
                 self.quiet_ticks = 0
                 portion = self._backlog[:_CATCH_UP]
                 del self._backlog[:_CATCH_UP]
-                data = b"".join([self._render(frames, item) for frames, item in portion])
-                await self._send(_body(data, self._num_open > 0))
+                await self._forward(portion)
                 await asyncio.sleep(0)
         except OSError:
             self._is_over = True
+        except Exception:
+            logger.exception("a stream could not be rendered; its connection is cut")
+            self._abort()
         self._backlog = None
         self._catching_up = None
+
+    async def _forward(self, portion: list[tuple[Frames, _Item]]) -> None:
+        data: list[bytes] = []
+        for frames, item in portion:
+            if isinstance(item, TgiError) and not self._is_open and not data:
+                self._is_over = True
+                await self._on_early_error(item)(self._scope, self._receive, self._send_head)
+                return
+            if isinstance(item, TokenEvent | TgiError):
+                data.append(self._render(frames, item))
+            else:
+                await asyncio.to_thread(frames.prompt, item)
+        if not data:
+            return
+        if not self._is_open:
+            self._is_open = True
+            await self._send_head({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send(_body(b"".join(data), self._num_open > 0))
 
 
 class Pulse:

@@ -99,10 +99,15 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The commit, with `-dirty` where a file that is not a result or a page differs from it."""
+    """The commit, with `-dirty` where a file that is not a result or a page differs from it.
+
+    GIT_SHA names it where the files are a copy: of no repository, or of one that stands elsewhere.
+    """
+    if given := os.environ.get("GIT_SHA"):
+        return given
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if not commit:
-        return os.environ.get("GIT_SHA", "unknown")  # a copy without its history
+        return "unknown"
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
     return commit + ("-dirty" if changed else "")
 

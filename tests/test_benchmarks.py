@@ -17,7 +17,18 @@ from benchmarks.process import DidNotStart, running
 from benchmarks.record import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["allocator", "wire", "plan_transport", "simulator", "router_stream", "serve_cpu", "gpu_steps", "load"]
+SCRIPTS = [
+    "allocator",
+    "wire",
+    "plan_transport",
+    "simulator",
+    "router_stream",
+    "request_path",
+    "serve_cpu",
+    "grammar_cpu",
+    "gpu_steps",
+    "load",
+]
 
 
 def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

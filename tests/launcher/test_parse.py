@@ -242,7 +242,7 @@ def test_what_asks_for_nothing_is_not_refused(argv: list[str], environment: dict
             False,
             ["--waiting-served-ratio", "--max-waiting-tokens"],
         ),
-        ("--otlp-endpoint http://x", False, ["--otlp-endpoint has no effect: traces are not sent yet"]),
+        ("--otlp-endpoint http://x", False, []),
         ("--trust-remote-code", False, ["--trust-remote-code has no effect"]),
         ("--model-id x --port 80 --json-output --dtype float32", False, []),
     ],

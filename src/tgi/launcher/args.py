@@ -237,15 +237,8 @@ class LauncherArgs:
         note="only the scaling written in the model's own config is served yet",
     )
     json_output: bool = _flag(False, "Write the log as JSON lines.")
-    otlp_endpoint: str | None = _flag(
-        None, "Where to send traces (OTLP over gRPC).", policy=Policy.NO_EFFECT, note="traces are not sent yet"
-    )
-    otlp_service_name: str = _flag(
-        "text-generation-inference.router",
-        "Name of this service in traces.",
-        policy=Policy.NO_EFFECT,
-        note="traces are not sent yet",
-    )
+    otlp_endpoint: str | None = _flag(None, "Where to send traces (OTLP over gRPC), http://host:4317.")
+    otlp_service_name: str = _flag("text-generation-inference.router", "Name of router and shards in traces.")
     cors_allow_origin: tuple[str, ...] = _flag((), "Origin that browsers may call from; repeat for several.")
     api_key: str | None = _flag(None, "Key that clients must send (Authorization: Bearer KEY).", secret=True)
     watermark_gamma: float | None = _flag(None, "Share of the vocabulary that a watermark favours.")

@@ -88,6 +88,7 @@ def shard_command(
     for name in ("dtype", "revision", "max_input_tokens"):
         value = getattr(args, name)
         argv += [_option(name), str(value)] if value is not None else []
+    argv += _tracing(args)
     changes: dict[str, str | None] = {
         **_no_mirrors(),
         **_hub_variables(args, environment),
@@ -134,6 +135,7 @@ def router_command(
     for origin in args.cors_allow_origin:
         argv += ["--cors-allow-origin", origin]
     argv += [_option(name) for name in ROUTER_SWITCHES if getattr(args, name)]
+    argv += _tracing(args)
     changes: dict[str, str | None] = {
         **_no_mirrors(),
         **_hub_variables(args, environment),
@@ -144,6 +146,13 @@ def router_command(
         "LOG_COLORIZE": _switch(colorize),
     }
     return Command("router", tuple(argv), env.child_environment(changes, environment))
+
+
+def _tracing(args: LauncherArgs) -> list[str]:
+    """Router and shards have the same name in traces, as in TGI."""
+    if args.otlp_endpoint is None:
+        return []
+    return ["--otlp-endpoint", args.otlp_endpoint, "--otlp-service-name", args.otlp_service_name]
 
 
 def _no_mirrors() -> dict[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,6 +36,10 @@ from tgi.router.api.middleware import EXPOSED_HEADERS, Edge, RequireKey
 from tgi.router.api.openapi import Document, Operation
 from tgi.router.api.services import Services
 from tgi.router.api.sse import EventStream
+from tgi.router.api.tracing import Traced
+
+if TYPE_CHECKING:
+    from tgi.observability.otlp import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,9 @@ def create_app(
     api_key: str | None = None,
     cors_allow_origin: Sequence[str] = (),
     rows: Sequence[Row] = ROUTES,
+    tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """`cors_allow_origin` empty: any origin."""
+    """`cors_allow_origin` empty: any origin. `tracer`: of what costs work; probes and scrapes make no spans."""
     guard = [Middleware(RequireKey, key=api_key)] if api_key else []
     cors = Middleware(
         CORSMiddleware,
@@ -135,7 +141,12 @@ def create_app(
         expose_headers=EXPOSED_HEADERS,
     )
     routes = [
-        Route(row.path, row.endpoint, methods=[row.method], middleware=guard if row.is_guarded else None)
+        Route(
+            row.path,
+            row.endpoint,
+            methods=[row.method],
+            middleware=[*guard, *_traced(row, tracer)] if row.is_guarded else None,
+        )
         for row in rows
     ]
     # Where two routes share a path, each would name its own method only.
@@ -145,6 +156,12 @@ def create_app(
     app.state.services = services
     app.state.document = Document(rows, services.infer.validator.limits, services.info.version, bool(api_key))
     return Edge(app)
+
+
+def _traced(row: Row, tracer: Tracer | None) -> list[Middleware]:
+    if tracer is None or row.operation is None:
+        return []
+    return [Middleware(Traced, tracer=tracer, route=row.path, operation_id=row.operation.operation_id)]
 
 
 def _shared_paths(rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -73,10 +73,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("validation-workers", Kind.INT, 2, "threads that tokenise"),
     Flag("api-key", Kind.TEXT, None, "key that clients must send; prefer the environment, where nobody sees it"),
     Flag("json-output", Kind.BOOL, False, "log as JSON lines"),
-    Flag("otlp-endpoint", Kind.TEXT, None, "", no_effect="traces are not exported yet"),
-    Flag(
-        "otlp-service-name", Kind.TEXT, "text-generation-inference.router", "", no_effect="traces are not exported yet"
-    ),
+    Flag("otlp-endpoint", Kind.TEXT, None, "where to send traces, OTLP over gRPC: http://host:4317; default: nowhere"),
+    Flag("otlp-service-name", Kind.TEXT, "text-generation-inference.router", "name of this service in traces"),
     Flag(
         "cors-allow-origin", Kind.TEXT, (), "origin that browsers may call from; repeatable; default: any", is_list=True
     ),
@@ -159,6 +157,8 @@ def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
         docker_label=env.get("DOCKER_LABEL", environment),
         git_sha=env.get("GIT_SHA", environment),
         disable_grammar_support=values["disable_grammar_support"],
+        otlp_endpoint=values["otlp_endpoint"],
+        otlp_service_name=values["otlp_service_name"],
         kserve=values["kserve"],
         aip_predict_route=_route("AIP_PREDICT_ROUTE", environment),
         aip_health_route=_route("AIP_HEALTH_ROUTE", environment),

@@ -38,6 +38,8 @@ class RouterConfig:
     docker_label: str | None
     git_sha: str | None
     disable_grammar_support: bool  # refuse requests with a grammar
+    otlp_endpoint: str | None  # None: no traces
+    otlp_service_name: str
     kserve: bool  # serve the routes of KServe's protocol, version 2
     aip_predict_route: str | None  # Vertex AI: another path of /vertex
     aip_health_route: str | None  # Vertex AI: another path of /health

@@ -10,15 +10,25 @@ import logging
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import msgspec
 
 from tgi.errors import GenerationFailed, InvalidRequest, Overloaded, TemplateFailed, TgiError, Unavailable
 from tgi.observability.metrics import Metrics
+from tgi.observability.tracing import current_span
 from tgi.router.backend import Backend, Finish, PromptToken, Sink, Ticket, TokenEvent
+from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.request import ValidRequest
 from tgi.router.validation.validator import Validator, Wish
 
+if TYPE_CHECKING:
+    from tgi.observability.otlp import Span
+
 logger = logging.getLogger(__name__)
+
+MAX_PARAMETERS = 4096
+"""Characters of a request's parameters in its span: a grammar may be of any length."""
 
 
 class Infer:
@@ -60,13 +70,14 @@ class Call:
     request with any error raised inside; leaving it without one changes nothing.
     """
 
-    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "received_at")
+    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "_span", "received_at")
 
     def __init__(self, infer: Infer, num_answers: int) -> None:
         self._infer = infer
         self._answers: list[_Answer] = []
         self._num_open = num_answers  # answers that have not ended: permits that are held
         self._ended = False
+        self._span = current_span()
         self.received_at = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -79,6 +90,8 @@ class Call:
 
     async def validate(self, wish: Wish) -> ValidRequest:
         """Raises InvalidRequest."""
+        if self._span is not None:
+            self._span.tell({"parameters": _shown(wish.parameters)})
         request = await self._infer.validator.validate(wish)
         metrics = self._infer.metrics
         metrics.observe("tgi_request_input_length", request.num_prompt_tokens)
@@ -88,6 +101,8 @@ class Call:
     def schedule(self, request: ValidRequest, sink: Sink) -> None:
         """Start the next answer: from here on `sink` gets events. Raises Overloaded, Unavailable or InvalidRequest
         before any. To be called once per answer that was accepted, all in one turn of the event loop."""
+        if self._span is not None and not self._answers:
+            self._span.child("validate", self.received_at, time.perf_counter())
         answer = _Answer(self, sink)
         self._answers.append(answer)
         with self:
@@ -97,7 +112,7 @@ class Call:
         """Nobody waits for the answers any more. No event follows; may be called at any time and again."""
         if self._ended:
             return
-        self._end("dropped")
+        self._end("dropped", "the client has gone")
         self._cancel_answers()
 
     def answered(self, finish: Finish) -> None:
@@ -109,7 +124,10 @@ class Call:
         if not self._num_open:
             self._ended = True
             self._infer.metrics.count("tgi_request_success")
-        _report(self._infer.metrics, finish)
+        durations = _durations(finish)
+        _report(self._infer.metrics, finish, durations)
+        if self._span is not None:
+            _trace(self._span, finish, durations)
 
     def failed(self, error: TgiError) -> None:
         """One answer has failed, and the others with it."""
@@ -124,13 +142,16 @@ class Call:
     def _end_with(self, error: BaseException) -> None:
         if not self._ended and isinstance(error, GenerationFailed | Unavailable):
             logger.error("%s: %s", type(error).__name__, error)
-        self._end(_cause(error))
+        self._end(_cause(error), str(error) or type(error).__name__)
 
-    def _end(self, cause: str) -> None:
+    def _end(self, cause: str, message: str) -> None:
         if not self._ended:
             self._ended = True
             self._infer.free_permits += self._num_open
             self._infer.metrics.count("tgi_request_failure", cause)
+            if self._span is not None:
+                self._span.tell({"error.type": cause})
+                self._span.fail(message)
 
 
 class _Answer:
@@ -202,26 +223,55 @@ def _cause(error: BaseException) -> str:
     return "dropped" if isinstance(error, asyncio.CancelledError) else "incomplete"
 
 
-def _report(metrics: Metrics, finish: Finish) -> None:
+class _Durations(NamedTuple):
+    """Seconds of one answer, named as in its metrics, its line of the log and its span."""
+
+    total_time: float
+    validation_time: float
+    queue_time: float
+    inference_time: float
+    time_per_token: float
+
+    def shown(self) -> dict[str, str]:
+        return {name: f"{seconds * 1000:.3f}ms" for name, seconds in zip(self._fields, self)}
+
+
+def _durations(finish: Finish) -> _Durations:
     times = finish.times
-    total = times.finished - times.received
-    validation = times.queued - times.received
-    queue = times.admitted - times.queued
     inference = times.finished - times.admitted
-    per_token = inference / max(finish.num_generated, 1)
-    metrics.observe("tgi_request_duration", total)
-    metrics.observe("tgi_request_validation_duration", validation)
-    metrics.observe("tgi_request_queue_duration", queue)
-    metrics.observe("tgi_request_inference_duration", inference)
-    metrics.observe("tgi_request_mean_time_per_token_duration", per_token)
+    return _Durations(
+        total_time=times.finished - times.received,
+        validation_time=times.queued - times.received,
+        queue_time=times.admitted - times.queued,
+        inference_time=inference,
+        time_per_token=inference / max(finish.num_generated, 1),
+    )
+
+
+def _report(metrics: Metrics, finish: Finish, durations: _Durations) -> None:
+    metrics.observe("tgi_request_duration", durations.total_time)
+    metrics.observe("tgi_request_validation_duration", durations.validation_time)
+    metrics.observe("tgi_request_queue_duration", durations.queue_time)
+    metrics.observe("tgi_request_inference_duration", durations.inference_time)
+    metrics.observe("tgi_request_mean_time_per_token_duration", durations.time_per_token)
     metrics.observe("tgi_request_generated_tokens", finish.num_generated)
     if logger.isEnabledFor(logging.INFO):
-        durations = {
-            "total_time": total,
-            "validation_time": validation,
-            "queue_time": queue,
-            "inference_time": inference,
-            "time_per_token": per_token,
-        }
-        fields = {name: f"{seconds * 1000:.3f}ms" for name, seconds in durations.items()}
-        logger.info("Success", extra={"fields": fields | {"seed": finish.seed}})
+        logger.info("Success", extra={"fields": durations.shown() | {"seed": finish.seed}})
+
+
+def _trace(span: Span, finish: Finish, durations: _Durations) -> None:
+    """What TGI records of an answer, in its forms, and where the time went. Of several answers the last one's values
+    stay, each has its own children."""
+    seed = "None" if finish.seed is None else f"Some({finish.seed})"  # a u64, which an attribute's integer cannot hold
+    span.tell(durations.shown() | {"seed": seed})
+    times = finish.times
+    span.child("queued", times.queued, times.admitted)
+    infer = span.child("infer", times.admitted, times.finished)
+    infer.child("prefill", times.admitted, times.first_token)
+    infer.child("decode", times.first_token, times.finished)
+
+
+def _shown(parameters: GenerateParameters) -> str:
+    """What was asked for, as JSON; what was not asked for is left out."""
+    given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not None}
+    return msgspec.json.encode(given).decode()[:MAX_PARAMETERS]

@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 from starlette.types import ASGIApp
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from tgi import __version__, hub
 from tgi.errors import StartupError, Unavailable
 from tgi.observability.metrics import Metrics
+from tgi.observability.tracing import open_tracer
 from tgi.router.api.metrics import follow
 from tgi.router.api.server import Server
 from tgi.router.api.services import Services
@@ -43,6 +44,9 @@ from tgi.shard_client.client import ShardClient
 from tgi.shard_client.messages import ShardInfo, WarmupRequest, WarmupResult
 from tgi.text.pool import EncodePool
 from tgi.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tgi.observability.otlp import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +115,7 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
 @contextlib.asynccontextmanager
 async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Scheduler]]:
     """The application and what schedules behind it, joined to a warm shard. Raises StartupError."""
+    tracer = open_tracer(config.otlp_endpoint, config.otlp_service_name)
     client = ShardClient.connect(config.master_shard_uds_path)
     try:
         tokenizer, (shard, warm) = await _together(_load(config), _warm_up(client, config))
@@ -122,7 +127,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
         pool = EncodePool(tokenizer, config.validation_workers)
         grammars = None if config.disable_grammar_support else GrammarChecker(tokenizer)
         try:
-            yield _application(config, shard, warm, tokenizer, pool, grammars, scheduler), scheduler
+            yield _application(config, shard, warm, tokenizer, pool, grammars, scheduler, tracer), scheduler
         finally:
             await scheduler.close()
             pool.close()
@@ -130,6 +135,8 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
                 grammars.close()
     finally:
         await client.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _settle() -> None:
@@ -233,6 +240,7 @@ def _application(
     pool: EncodePool,
     grammars: GrammarChecker | None,
     scheduler: Scheduler,
+    tracer: Tracer | None,
 ) -> ASGIApp:
     limits = Limits(
         max_input_tokens=warm.max_input_tokens,
@@ -275,7 +283,7 @@ def _application(
         refresh_metrics=follow(scheduler.stats, metrics, warm.block_size, warm.num_blocks),
     )
     rows = table(config.kserve, config.aip_predict_route, config.aip_health_route)
-    return create_app(services, config.api_key, config.cors_allow_origin, rows)
+    return create_app(services, config.api_key, config.cors_allow_origin, rows, tracer)
 
 
 def _info(config: RouterConfig, limits: Limits) -> Info:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import grpc
 import torch
@@ -18,12 +19,14 @@ import torch
 from tgi import env
 from tgi.errors import StartupError
 from tgi.model_config import ModelConfig, read_model_config
+from tgi.observability.tracing import open_tracer
 from tgi.server.attention.select import make_backend
 from tgi.server.config import ShardConfig
 from tgi.server.distributed.group import Group, make_group
 from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
 from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
+from tgi.server.engine.row_spans import RowSpans
 from tgi.server.engine.runner import ModelRunner
 from tgi.server.engine.service import Shard
 from tgi.server.engine.warmup import WarmUp, free_bytes
@@ -39,6 +42,9 @@ from tgi.server.weights.checkpoint import Checkpoint, open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
 from tgi.shard_client.messages import ShardInfo
 
+if TYPE_CHECKING:
+    from tgi.observability.otlp import Tracer
+
 log = logging.getLogger(__name__)
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -48,6 +54,8 @@ STOP_GRACE_S = 2.0
 
 def serve(config: ShardConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises StartupError with one line for the operator."""
+    # Rank 0 alone has rows; what is missing is told before a model is loaded.
+    tracer = open_tracer(config.otlp_endpoint, config.otlp_service_name) if config.rank == 0 else None
     device = torch.device(config.device)
     platform = platform_of(device)
     if device.type == "cuda":
@@ -62,9 +70,11 @@ def serve(config: ShardConfig) -> int:
         if config.rank != 0:
             return _follow(config, _load(config, model_config, group, device), platform)
         vocabulary = read_beside(config.model_path, model_config.vocab_size, model_config.eos_ids)
-        return _lead(config, model_config, _load(config, model_config, group, device), vocabulary, platform)
+        return _lead(config, model_config, _load(config, model_config, group, device), vocabulary, platform, tracer)
     finally:
         group.close()
+        if tracer is not None:
+            tracer.close()
 
 
 def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: torch.device) -> ModelRunner:
@@ -92,6 +102,7 @@ def _lead(
     runner: ModelRunner,
     vocabulary: Future[Vocabulary],
     platform: Platform,
+    tracer: Tracer | None,
 ) -> int:
     device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
     liveness = Liveness()
@@ -111,7 +122,8 @@ def _lead(
         prompt_logprobs=config.prompt_logprobs,
     )
     warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
-    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary))
+    spans = None if tracer is None else RowSpans(tracer)
+    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary), spans)
     server, url = _bind(config)
     # Only rank 0 is named: it answers for every id.
     V4Service(shard, [url]).add_to(server)

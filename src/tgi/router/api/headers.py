@@ -5,21 +5,31 @@ from __future__ import annotations
 import re
 from math import floor
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
 from tgi.errors import InvalidRequest
+from tgi.observability.tracing import current_span
 from tgi.router.backend import Finish
 
 PRIORITY = "x-tgi-priority"
 
-# W3C trace context; version ff is forbidden.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# W3C trace context; version ff is forbidden, and so are ids of zeros.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 
 
 def traceparent_of(request: Request) -> str:
-    """The caller's trace context, "" where there is none that is valid."""
-    given = request.headers.get("traceparent", "")
+    """The trace context for those who work for this request: that of its own span, or the caller's where it has
+    none."""
+    span = current_span()
+    return traceparent_of_caller(request.scope) if span is None else span.traceparent
+
+
+def traceparent_of_caller(scope: Scope) -> str:
+    """ "" where there is none that is valid."""
+    given = Headers(scope=scope).get("traceparent", "")
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 

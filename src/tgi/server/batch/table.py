@@ -62,6 +62,12 @@ class RequestTable:
     def handles(self) -> list[int]:
         return list(self._row_of)
 
+    def num_generated(self, row: int) -> int:
+        """Tokens that the host has collected of the row's request, those it came with included."""
+        stopping = self.stopping[row]
+        assert stopping is not None
+        return stopping.max_new_tokens - self.num_left[row]
+
     def add(self, admit: Admit) -> int:
         """Give the request a row. Raises LookupError when none is free, ValueError when the request breaks the
         contract."""

@@ -27,6 +27,7 @@ from tgi.server.batch.table import RequestTable
 from tgi.server.engine.device import Chosen, Constraint, Device
 from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
 from tgi.server.engine.prompt_scores import plan_scoring, read_scores
+from tgi.server.engine.row_spans import RowSpans
 from tgi.server.grammar.mask import Masks
 from tgi.server.sampling.logprobs import keep_top
 from tgi.shard_client.messages import Admit, Command, Opening, RowError, Step, Timings, TopTokens
@@ -82,12 +83,20 @@ class Pending:
 
 
 class Engine:
-    def __init__(self, device: Device, table: RequestTable, limits: Limits, masks: Masks | None = None) -> None:
-        """`masks`: None where no request may have a grammar."""
+    def __init__(
+        self,
+        device: Device,
+        table: RequestTable,
+        limits: Limits,
+        masks: Masks | None = None,
+        spans: RowSpans | None = None,
+    ) -> None:
+        """`masks`: None where no request may have a grammar. `spans`: None where nobody traces."""
         self.table = table
         self.limits = limits
         self._device = device
         self._masks = masks
+        self._spans = spans
         self._constrained: set[int] = set()  # rows with a grammar
         self._held: set[int] = set()  # of them those that sat out, until their masks are there
         self._top_n = [0] * (table.max_rows + 1)
@@ -137,8 +146,7 @@ class Engine:
         try:
             numbers = self._checked_blocks(blocks, before)
         except ValueError as error:
-            self._remove(handle)
-            self._pending.errors.append(RowError(handle, "invalid", str(error)))
+            self._fail(RowError(handle, "invalid", str(error)))
             return
         self.table.grow(handle, len(numbers))
         self._pending.changes.blocks.append((row, before, numbers))
@@ -172,13 +180,23 @@ class Engine:
         if admit.grammar is not None and self._masks is not None:
             self._constrained.add(row)
             self._masks.add(row, admit)
+        if self._spans is not None:
+            self._spans.add(row, admit)
         self._pending.changes.added.append((row, admit))
         self._pending.changes.blocks.append((row, 0, blocks))
 
-    def _remove(self, handle: int) -> None:
+    def _fail(self, error: RowError) -> None:
+        """End the row; the next Step says why."""
+        self._remove(error.handle, error.code, error.message)
+        self._pending.errors.append(error)
+
+    def _remove(self, handle: int, reason: str = "cancelled", error: str | None = None) -> None:
+        """`reason` and `error` are for the row's span."""
         row = self.table.remove(handle)
         if row is None:
             return
+        if self._spans is not None:
+            self._spans.end(row, self.table.num_generated(row), reason, error)
         if self._masks is not None and row in self._constrained:
             self._constrained.remove(row)
             self._held.discard(row)
@@ -337,7 +355,7 @@ class Engine:
                 self.table.computed[absent] -= 1
                 self.table.num_ids[absent] -= 1
         for error in flight.errors:
-            self._remove(error.handle)
+            self._remove(error.handle, error.code, error.message)
 
     # --- choices under a grammar -------------------------------------------
 
@@ -397,8 +415,7 @@ class Engine:
         for row, message in self._masks.faults():
             handle = int(self.table.handle[row])
             log.error("request refused by its grammar: %s", message)
-            self._pending.errors.append(RowError(handle, "grammar", message))
-            self._remove(handle)
+            self._fail(RowError(handle, "grammar", message))
         self._held = {row for row in self._held if self._masks.mask(row) is None}
 
     def rows_under_grammar(self, handles: Sequence[int]) -> list[int]:
@@ -491,7 +508,7 @@ class Engine:
                 ids = array("I", chosen.top_ids[index, :count].tolist())
                 step.top_tokens.append(TopTokens(handle, 0, ids, array("f", logprobs[:count])))
             if end is not EndReason.RUNNING:
-                self._remove(handle)
+                self._remove(handle, end.name.lower(), "the logits are not numbers" if is_nan else None)
             elif row in self._constrained:
                 advanced.append((row, token))
 

@@ -12,6 +12,7 @@ from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
 from tgi.server.engine.outbox import Outbox
+from tgi.server.engine.row_spans import RowSpans
 from tgi.server.engine.warmup import WarmUp
 from tgi.server.grammar.compiler import Compiler
 from tgi.server.grammar.mask import PATIENCE_S, Masks
@@ -37,10 +38,12 @@ class Shard:
         loop: Loop,
         liveness: Liveness,
         compiler: Compiler | None = None,
+        spans: RowSpans | None = None,
     ) -> None:
-        """`compiler`: None refuses grammars."""
+        """`compiler`: None refuses grammars. `spans`: None where nobody traces."""
         self._info = info
         self._masks = None if compiler is None else Masks(compiler, loop.wake)
+        self._spans = spans
         self._device = device
         self._warm_up = warm_up
         self._loop = loop
@@ -66,7 +69,7 @@ class Shard:
             self._liveness.enter(Phase.COMPILING)
             result, limits = self._warm_up.run(request)
             table = RequestTable(result.max_rows, result.block_size)
-            self._loop.install(Engine(self._device, table, limits, self._masks))
+            self._loop.install(Engine(self._device, table, limits, self._masks, self._spans))
             self._warm = result
         return self._warm
 

@@ -74,7 +74,7 @@ def imported(modules: set[str], *packages: str) -> list[str]:
 def test_the_router_has_no_tensors(seen: Seen) -> None:
     modules = seen.modules["text-generation-router"]
     assert imported(modules, "tgi.router.scheduling.core"), "this is not the router"
-    assert imported(modules, "torch", "transformers", "numba", "triton", "tgi.server") == []
+    assert imported(modules, "torch", "transformers", "numba", "triton", "tgi.server", "opentelemetry") == []
     assert "libtorch" not in seen.maps["text-generation-router"]
 
 
@@ -82,5 +82,5 @@ def test_the_shard_has_no_modelling_code_and_no_compiler(seen: Seen) -> None:
     modules = seen.modules["text-generation-server"]
     assert imported(modules, "torch.nn"), "this is not the shard"
     assert imported(modules, "transformers.models", "transformers.modeling_utils", "torch._dynamo") == []
-    assert imported(modules, "starlette", "uvicorn", "tgi.router") == []
+    assert imported(modules, "starlette", "uvicorn", "tgi.router", "opentelemetry") == []
     assert "libtorch" in seen.maps["text-generation-server"]

@@ -17,6 +17,7 @@ import uvloop
 from tests.fakes.backend import WAIT_S, ScriptedBackend
 from tests.fakes.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tgi.observability.metrics import Metrics
+from tgi.observability.tracing import open_tracer
 from tgi.router.api.server import Server
 from tgi.router.api.services import Services
 from tgi.router.api.sse import Pulse
@@ -154,8 +155,10 @@ def serving(
     limits: Limits | None = None,
     rows: Sequence[Row] = ROUTES,
     tokenizer: Tokenizer | None = None,
+    otlp_endpoint: str | None = None,
 ) -> Iterator[App]:
     """The limits are small: 100 input tokens, 200 in total."""
+    tracer = open_tracer(otlp_endpoint, "test-router")
     backend = backend or ScriptedBackend()
     limits = limits or Limits(max_input_tokens=100, max_total_tokens=200, vocab_size=VOCAB_SIZE, prompt_logprobs=True)
     tokenizer = tokenizer or byte_tokenizer(("Hello", " world"), chat_template)
@@ -180,7 +183,7 @@ def serving(
         refresh_metrics=lambda: None,
     )
     listening = threading.Event()
-    server = Server(create_app(services, api_key, cors_allow_origin, rows), on_listening=listening.set)
+    server = Server(create_app(services, api_key, cors_allow_origin, rows, tracer), on_listening=listening.set)
     listener = bind("127.0.0.1", 0)
     # Connections inherit it: a client that does not read makes the server wait soon.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
@@ -195,6 +198,8 @@ def serving(
             client.close()
         server.should_exit = True
         thread.join(WAIT_S)
+        if tracer is not None:
+            tracer.close()
         pool.close()
         grammars.close()
         listener.close()

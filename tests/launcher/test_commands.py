@@ -233,3 +233,16 @@ def test_programs_are_found_beside_this_python_first(tmp_path: Path, programs: P
     assert find_program(name, {"PATH": str(other)}, programs) == str(other / name)
     with pytest.raises(StartupError, match=f"^The program {name} is not installed beside"):
         find_program(name, {"PATH": "/nowhere"}, programs)
+
+
+@pytest.mark.row("F: OTLP traces, traceparent")
+def test_traces_reach_router_and_shards_under_one_name(programs: Path) -> None:
+    args = resolved(otlp_endpoint="http://collector:4317", otlp_service_name="mine")
+    shard = shard_command(args, 0, "/tmp/s", 1, HOST_ENVIRONMENT, programs)
+    router = router_command(args, Path("/s-0"), HOST_ENVIRONMENT, True, programs)
+    for command in (shard, router):
+        text = " ".join(command.argv)
+        assert "--otlp-endpoint http://collector:4317 --otlp-service-name mine" in text
+        assert "OTLP_ENDPOINT" not in command.environment
+    without = resolved(otlp_service_name="mine")
+    assert not any("otlp" in word for word in router_command(without, Path("/s-0"), {}, True, programs).argv)

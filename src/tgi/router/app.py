@@ -161,7 +161,7 @@ def create_app(
 def _traced(row: Row, tracer: Tracer | None) -> list[Middleware]:
     if tracer is None or row.operation is None:
         return []
-    return [Middleware(Traced, tracer=tracer, route=row.path, operation_id=row.operation.operation_id)]
+    return [Middleware(Traced, tracer=tracer, route=row.path, operation_id=row.operation.id)]
 
 
 def _shared_paths(rows: Sequence[Row]) -> dict[str, list[str]]:

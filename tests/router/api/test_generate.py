@@ -168,11 +168,12 @@ def test_the_seed_is_used_and_reported(app: App) -> None:
 
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+ZEROS = f"00-{'0' * 32}-b7ad6b7169203331-01"
 
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [(TRACE, TRACE), ("ff" + TRACE[2:], ""), (TRACE[:-3], ""), ("x", ""), (TRACE.upper(), ""), (None, "")],
+    [(TRACE, TRACE), ("ff" + TRACE[2:], ""), (TRACE[:-3], ""), ("x", ""), (TRACE.upper(), ""), (ZEROS, ""), (None, "")],
 )
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/chat/completions"])
 def test_a_valid_trace_context_goes_with_the_request(app: App, path: str, given: str | None, kept: str) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROWS = 4
 ANSWERS = 16  # requests of the load that are answered
 REFUSED = 2
-TOKENS = 24  # of each answer
+TOKENS = 40  # of each answer
 SECONDS = 30.0  # what the two scrapes are taken to be apart
 PREFILL, DECODE = '{method="prefill"}', '{method="decode"}'
 LONG = "the same words again and again " * 15

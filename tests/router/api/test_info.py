@@ -122,7 +122,8 @@ def test_the_schedulers_numbers_are_read_at_each_scrape() -> None:
 
     assert value("tgi_batch_max_total_tokens") == 160
     assert value("tgi_batch_total_tokens") == 0
-    stats.queue_size, stats.batch_current_size, stats.batch_current_max_tokens, stats.blocks_free = 3, 2, 64, 6
+    stats.queue_size, stats.batch_current_size, stats.batch_current_max_tokens = 3, 2, 64
+    stats.blocks_live, stats.blocks_cached, stats.blocks_free = 1, 3, 6
     assert value("tgi_queue_size") == 3
     assert value("tgi_batch_current_size") == 2
     assert value("tgi_batch_current_max_tokens") == 64
@@ -136,7 +137,7 @@ def test_the_schedulers_numbers_are_read_at_each_scrape() -> None:
     stats.inference_count["decode"] += 1
     assert value("tgi_batch_inference_count_total", method="decode") == 6
     assert value("tgi_batch_concat_total", reason="chunking") == 2
-    stats.blocks_live, stats.blocks_cached = 1, 3
+    assert value("tgi_batch_max_total_tokens") == 160
     assert [value("tgi_kv_blocks", state=state) for state in ("live", "cached", "free")] == [1, 3, 6]
     stats.prompt_tokens, stats.cached_tokens, stats.evicted_blocks = 100, 30, 4
     stats.preemptions, stats.reconnects, stats.restarts = 5, 7, 6

@@ -52,7 +52,9 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
         metrics.set("tgi_queue_size", stats.queue_size)
         metrics.set("tgi_batch_current_size", stats.batch_current_size)
         metrics.set("tgi_batch_current_max_tokens", stats.batch_current_max_tokens)
-        metrics.set("tgi_batch_total_tokens", (num_blocks - 1 - stats.blocks_free) * block_size)
+        used = stats.blocks_live + stats.blocks_cached
+        metrics.set("tgi_batch_max_total_tokens", (used + stats.blocks_free) * block_size)
+        metrics.set("tgi_batch_total_tokens", used * block_size)
         metrics.set("tgi_kv_blocks", stats.blocks_live, "live")
         metrics.set("tgi_kv_blocks", stats.blocks_cached, "cached")
         metrics.set("tgi_kv_blocks", stats.blocks_free, "free")
@@ -64,5 +66,4 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
 
     stats.observe = metrics.observe
     stats.blocks_free = stats.blocks_free or num_blocks - 1  # nothing is used before the first step
-    metrics.set("tgi_batch_max_total_tokens", (num_blocks - 1) * block_size)
     return refresh

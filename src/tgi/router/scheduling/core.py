@@ -394,12 +394,16 @@ class SchedulerCore:
         stats.observe("tgi_batch_forward_duration", forward_s, method)
         stats.observe("tgi_batch_decode_duration", collect_s, method)
         stats.observe("tgi_batch_filter_duration", handling_s, method)
-        if not step.num_tokens:
-            stats.observe("tgi_request_skipped_tokens", 0, None, len(step.handles))
-        elif steps == 1:  # a row of merged steps does not tell what each of them gave it
+        self._count_skipped(step, steps)
+
+    def _count_skipped(self, step: Step, steps: int) -> None:
+        observe = self.stats.observe
+        if not self._config.speculate or not step.num_tokens:
+            observe("tgi_request_skipped_tokens", 0, None, len(step.token_ids))  # each came from a step of its own
+        elif steps == 1:  # merged steps do not tell what each of them gave a row
             for count, num_rows in Counter(step.num_tokens).items():
                 if count:
-                    stats.observe("tgi_request_skipped_tokens", count - 1, None, num_rows)
+                    observe("tgi_request_skipped_tokens", count - 1, None, num_rows)
 
     def _update_gauges(self) -> None:
         stats, allocator = self.stats, self.allocator

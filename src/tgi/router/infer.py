@@ -14,7 +14,7 @@ from typing import Self
 
 from tgi.errors import GenerationFailed, InvalidRequest, Overloaded, TemplateFailed, TgiError, Unavailable
 from tgi.observability.metrics import Metrics
-from tgi.router.backend import Backend, Finish, PromptToken, Sink, Ticket, TokenEvent
+from tgi.router.backend import Backend, Finish, PromptToken, Sink, Ticket, Times, TokenEvent
 from tgi.router.validation.request import ValidRequest
 from tgi.router.validation.validator import Validator, Wish
 
@@ -60,13 +60,14 @@ class Call:
     request with any error raised inside; leaving it without one changes nothing.
     """
 
-    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "received_at")
+    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "_spent", "received_at")
 
     def __init__(self, infer: Infer, num_answers: int) -> None:
         self._infer = infer
         self._answers: list[_Answer] = []
         self._num_open = num_answers  # answers that have not ended: permits that are held
         self._ended = False
+        self._spent: list[tuple[Times, int]] = []  # by the answers that are complete, and their tokens
         self.received_at = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -106,10 +107,11 @@ class Call:
             return
         self._num_open -= 1
         self._infer.free_permits += 1
+        self._spent.append((finish.times, finish.num_generated))
         if not self._num_open:
             self._ended = True
             self._infer.metrics.count("tgi_request_success")
-        _report(self._infer.metrics, finish)
+            _report(self._infer.metrics, self._spent, finish.seed)
 
     def failed(self, error: TgiError) -> None:
         """One answer has failed, and the others with it."""
@@ -202,26 +204,42 @@ def _cause(error: BaseException) -> str:
     return "dropped" if isinstance(error, asyncio.CancelledError) else "incomplete"
 
 
-def _report(metrics: Metrics, finish: Finish) -> None:
-    times = finish.times
+def _report(metrics: Metrics, spent: Sequence[tuple[Times, int]], seed: int | None) -> None:
+    """Times of a request whose answers are all complete, and what each of them has of its own."""
+    times = _together([times for times, _ in spent])
     total = times.finished - times.received
     validation = times.queued - times.received
     queue = times.admitted - times.queued
     inference = times.finished - times.admitted
-    per_token = inference / max(finish.num_generated, 1)
+    per_token = [(own.finished - own.admitted) / max(count, 1) for own, count in spent]
     metrics.observe("tgi_request_duration", total)
     metrics.observe("tgi_request_validation_duration", validation)
     metrics.observe("tgi_request_queue_duration", queue)
     metrics.observe("tgi_request_inference_duration", inference)
-    metrics.observe("tgi_request_mean_time_per_token_duration", per_token)
-    metrics.observe("tgi_request_generated_tokens", finish.num_generated)
+    metrics.observe("tgi_request_first_token_duration", times.first_token - times.received)
+    for seconds, (_, count) in zip(per_token, spent):
+        metrics.observe("tgi_request_mean_time_per_token_duration", seconds)
+        metrics.observe("tgi_request_generated_tokens", count)
     if logger.isEnabledFor(logging.INFO):
         durations = {
             "total_time": total,
             "validation_time": validation,
             "queue_time": queue,
             "inference_time": inference,
-            "time_per_token": per_token,
+            "time_per_token": sum(per_token) / len(per_token),
         }
         fields = {name: f"{seconds * 1000:.3f}ms" for name, seconds in durations.items()}
-        logger.info("Success", extra={"fields": fields | {"seed": finish.seed}})
+        logger.info("Success", extra={"fields": fields | {"seed": seed}})
+
+
+def _together(times: Sequence[Times]) -> Times:
+    """Of several answers as one: whatever is first of its kind, and the last end."""
+    if len(times) == 1:
+        return times[0]
+    return Times(
+        received=min(own.received for own in times),
+        queued=min(own.queued for own in times),
+        admitted=min(own.admitted for own in times),
+        first_token=min(own.first_token for own in times),
+        finished=max(own.finished for own in times),
+    )

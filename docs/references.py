@@ -61,7 +61,9 @@ def render_metrics() -> str:
     return _page(
         "Metrics",
         "`GET /metrics`, Prometheus text. Names are TGI's, and counters have no `_total`. Every series is there from"
-        " the first scrape on, with the value 0. Durations are in seconds.",
+        " the first scrape on, with the value 0. Durations are in seconds. A request is an HTTP request with all its"
+        " answers (`n`, `best_of`, several prompts): it is counted once and timed once, when all of them are complete."
+        " Where the meaning says prompts or answers, each of those counts.",
         ("name", "kind", "unit", "label", "meaning", "buckets"),
         (
             (

@@ -112,12 +112,16 @@ class Client:
         async with self._session.post(path, json=body) as response:
             return response.status, await response.json()
 
+    async def text(self, path: str) -> str:
+        async with self._session.get(path) as response:
+            assert response.status == 200
+            return await response.text()
+
     async def metric(self, series: str) -> float:
-        async with self._session.get("/metrics") as response:
-            for line in (await response.text()).splitlines():
-                name, _, value = line.rpartition(" ")
-                if name == series:
-                    return float(value)
+        for line in (await self.text("/metrics")).splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == series:
+                return float(value)
         raise KeyError(series)
 
     async def _post(self, path: str, body: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tgi.enums import FinishReason
 from tgi.errors import TgiError
-from tgi.router.backend import Finish, PromptToken, Sink, Times, TokenEvent, TopToken
+from tgi.router.backend import Finish, Flushed, PromptToken, Sink, Times, TokenEvent, TopToken
 from tgi.router.validation.request import ValidRequest
 
 WAIT_S = 20.0
@@ -140,6 +140,7 @@ class ScriptedBackend:
     def __init__(self, script: Script | Callable[[ValidRequest], Script] | None = HELLO) -> None:
         self.script = script
         self.healthy = True
+        self.flushed = Flushed(0, 0)  # what flush_cache() answers
         self.refusal: TgiError | None = None  # raised by schedule()
         self.playing: list[Playing] = []
         self._condition = threading.Condition()
@@ -164,6 +165,9 @@ class ScriptedBackend:
 
     async def is_healthy(self) -> bool:
         return self.healthy
+
+    def flush_cache(self) -> Flushed:
+        return self.flushed
 
     def next_playing(self) -> Playing:
         """Waits for the next request that no earlier call has returned."""

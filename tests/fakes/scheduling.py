@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -162,12 +163,18 @@ class Link:
         self.core.allocator.check(self.core.rows.allocations())
 
 
-def joined(shard: PlainShard | None = None, *, next_handle: int = 1, **config: object) -> Link:
+def joined(
+    shard: PlainShard | None = None,
+    *,
+    next_handle: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    **config: object,
+) -> Link:
     """A core over a PlainShard, with its stream open."""
     shard = shard or PlainShard()
     opening = shard.opening
     settings = SchedulerConfig(opening.num_blocks, opening.block_size, speculate=shard.speculated, **config)  # pyright: ignore[reportArgumentType]
-    link = Link(SchedulerCore(settings, TOKENIZER, open_text), shard)
+    link = Link(SchedulerCore(settings, TOKENIZER, open_text, clock), shard)
     link.open()
     link.core.rows.next_handle = next_handle
     return link

@@ -58,7 +58,7 @@ def drive(
 
     `answer(request)` are the tokens of an undisturbed run; only grammars end it by an EOS.
     """
-    rng = random.Random(seed)
+    rng, operator = random.Random(seed), random.Random(seed)
     config = SchedulerConfig(
         load.num_blocks, load.block_size, prefix_caching=load.prefix_caching, speculate=load.speculated
     )
@@ -128,6 +128,9 @@ def drive(
             # Up to the whole window may lie between what the shard sent and what the router has read.
             link.deliver(rng.choice((1, 1, 1, 2, 5)))
         if rng.random() < 0.05:
+            link.check()
+        if operator.random() < 0.01:
+            core.flush_cache()
             link.check()
     for _ in range(3):  # more than once where the handles run out
         while link.hear() or link.round():

@@ -8,6 +8,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from tgi.observability.exposition import render
 from tgi.observability.metrics import CATALOGUE, Buckets, Kind, Metrics, bounds
 
+OURS = {
+    "tgi_request_first_token_duration": ("histogram", None),
+    "tgi_request_inter_token_duration": ("histogram", None),
+    "tgi_prefix_prompt_tokens": ("counter", None),
+    "tgi_prefix_hit_tokens": ("counter", None),
+    "tgi_prefix_evicted_blocks": ("counter", None),
+    "tgi_kv_blocks": ("gauge", "state"),
+    "tgi_batch_preemptions": ("counter", None),
+    "tgi_shard_reconnects": ("counter", None),
+    "tgi_shard_restarts": ("counter", None),
+}
 # Of TGI: name -> (kind, label). tgi_request_skipped_tokens is a summary there.
 TGIS = {
     "tgi_request_count": ("counter", None),
@@ -38,9 +49,11 @@ TGIS = {
     "tgi_batch_filter_duration": ("histogram", "method"),
     "tgi_batch_concat_duration": ("histogram", "method"),
 }
+ALL = TGIS | OURS
 VALUES = {
     "err": {"overloaded", "validation", "template", "incomplete", "dropped", "generation"},
     "method": {"prefill", "decode"},
+    "state": {"live", "cached", "free"},
     "reason": {"chunking", "backpressure", "wait_exceeded"},
 }
 
@@ -56,7 +69,7 @@ def series(text: str) -> dict[str, float]:
 @pytest.mark.row("F: Prometheus names, labels, buckets")
 @pytest.mark.fault("TGI#231")
 def test_the_catalogue_is_tgis_with_units_and_help() -> None:
-    assert {entry.name: (entry.kind.value, entry.label) for entry in CATALOGUE} == TGIS
+    assert {entry.name: (entry.kind.value, entry.label) for entry in CATALOGUE} == ALL
     for entry in CATALOGUE:
         assert entry.unit
         assert entry.help
@@ -83,7 +96,7 @@ def test_names_are_exact_and_nothing_else_is_exposed() -> None:
     assert "_total{" not in text
     assert "_created" not in text
     assert not re.search(r"^tgi_request_count_total", text, re.MULTILINE)
-    assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")} == set(TGIS)
+    assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")} == set(ALL)
 
 
 def test_the_text_is_what_prometheus_reads() -> None:
@@ -94,7 +107,7 @@ def test_the_text_is_what_prometheus_reads() -> None:
     metrics.observe("tgi_batch_inference_duration", 0.0002, "decode")
     text = render(metrics.registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {name: family.type for name, family in families.items()} == {name: kind for name, (kind, _) in TGIS.items()}
+    assert {name: family.type for name, family in families.items()} == {name: kind for name, (kind, _) in ALL.items()}
     assert families["tgi_request_count"].samples[0].value == 3
     assert families["tgi_queue_size"].samples[0].value == 7
     buckets = {
@@ -104,6 +117,21 @@ def test_the_text_is_what_prometheus_reads() -> None:
     }
     assert buckets["+Inf"] == 1
     assert min(float(le) for le, value in buckets.items() if value) == pytest.approx(0.000225)
+
+
+def test_many_equal_values_at_once() -> None:
+    one_by_one, at_once = Metrics(), Metrics()
+    bound = next(bounds(Buckets.DURATION, 1024, 2048))
+    for value, times in ((0.0, 3), (bound, 2), (0.3, 5), (1000.0, 2), (0.2, 0)):
+        at_once.observe("tgi_batch_forward_duration", value, "decode", times)
+        for _ in range(times):
+            one_by_one.observe("tgi_batch_forward_duration", value, "decode")
+    first, second = (series(render(metrics.registry).decode()) for metrics in (one_by_one, at_once))
+    assert first == pytest.approx(second)
+    assert second[f'tgi_batch_forward_duration_bucket{{method="decode",le="{bound!r}"}}'] == 5, (
+        "a bound is in its bucket"
+    )
+    assert second['tgi_batch_forward_duration_count{method="decode"}'] == 12
 
 
 @pytest.mark.parametrize(

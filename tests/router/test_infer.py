@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_a_request_is_counted_once_and_timed() -> None:
         "tgi_request_validation_duration": 1 / 64,
         "tgi_request_queue_duration": 2 / 64,
         "tgi_request_inference_duration": 8 / 64,
+        "tgi_request_first_token_duration": 4 / 64,
         "tgi_request_mean_time_per_token_duration": 8 / 64 / 3,
         "tgi_request_input_length": 2,
         "tgi_request_max_new_tokens": 50,
@@ -217,13 +219,20 @@ def test_several_answers_are_one_request() -> None:
         playing[1]._say([EOS], HELLO)
         assert setup.infer.free_permits == 1, "each answer gives its permit back at its own end"
         assert setup.value("tgi_request_success_total") == 0
-        playing[0]._say([EOS], HELLO)
+        playing[0]._say([Said("a"), EOS], replace(HELLO, total_s=1.0))
         assert all(collector.finish for collector in collectors)
 
     setup = run(scenario, None)
     assert setup.value("tgi_request_count_total") == setup.value("tgi_request_success_total") == 1
     assert setup.value("tgi_request_input_length_count") == 1
     assert setup.failures() == {}
+    for name in ("duration", "validation_duration", "queue_duration", "inference_duration", "first_token_duration"):
+        assert setup.value(f"tgi_request_{name}_count") == 1, name
+    for name in ("mean_time_per_token_duration", "generated_tokens"):
+        assert setup.value(f"tgi_request_{name}_count") == 2, name
+    assert setup.value("tgi_request_generated_tokens_sum") == 3
+    assert setup.value("tgi_request_duration_sum") == pytest.approx(1.0), "up to the end of the last"
+    assert setup.value("tgi_request_first_token_duration_sum") == pytest.approx(4 / 64), "of the first"
     assert setup.infer.free_permits == PERMITS
 
 
@@ -233,6 +242,7 @@ def test_several_answers_end_together(how: str) -> None:
     async def scenario(setup: Setup) -> None:
         call, collectors, playing = await several(setup, 2)
         playing[0]._say([Said("a")], None)
+        assert setup.value("tgi_request_generated_tokens_count") == 0
         if how == "fails":
             playing[0]._fail(GenerationFailed("x"))
             assert str(collectors[0].done.exception()) == "x"

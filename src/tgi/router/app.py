@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi.router.api import (
+    cache,
     chat,
     completions,
     docs,
@@ -58,7 +59,7 @@ def _open(path: str, endpoint: Callable[[Request], Awaitable[Response]], operati
 
 
 def _guarded(path: str, endpoint: Callable[[Request], Awaitable[Response | EventStream]], operation: Operation) -> Row:
-    """What costs work."""
+    """What costs work, now or later."""
     return Row("POST", path, endpoint, operation, is_guarded=True)
 
 
@@ -75,6 +76,7 @@ ROUTES = (
     _guarded("/v1/messages/count_tokens", messages.count_tokens, told.COUNT_TOKENS),
     _guarded("/invocations", sagemaker.invocations, told.INVOCATIONS),
     _guarded("/vertex", vertex.vertex, told.vertex("vertex")),
+    _guarded("/flush_cache", cache.flush, told.FLUSH_CACHE),
     _open("/", info.health, told.health("health_root")),
     _open("/health", info.health, told.health("health")),
     _open("/ping", info.health, told.health("ping")),

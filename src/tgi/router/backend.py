@@ -64,6 +64,14 @@ class PromptToken:
     top_tokens: tuple[TopToken, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What emptying the prefix cache did, in blocks."""
+
+    flushed: int  # free now
+    live: int  # stay: running requests use them
+
+
 class Sink(Protocol):
     """Where a request's events go, in the order: prompt?, token*, and exactly one of (last token with finish, fail).
 
@@ -89,4 +97,8 @@ class Backend(Protocol):
 
     async def is_healthy(self) -> bool:
         """Is the shard alive and moving? Never runs a generation."""
+        ...
+
+    def flush_cache(self) -> Flushed:
+        """Forget every cached prefix that no running request uses. No request notices, but that it computes more."""
         ...

@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from tgi.errors import GenerationFailed, InvalidRequest, Overloaded, TemplateFailed, TgiError, Unavailable
 from tgi.observability.metrics import Metrics
 from tgi.observability.tracing import current_span
-from tgi.router.backend import Backend, Finish, PromptToken, Sink, Ticket, TokenEvent
+from tgi.router.backend import Backend, Finish, PromptToken, Sink, Ticket, Times, TokenEvent
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.request import ValidRequest
 from tgi.router.validation.validator import Validator, Wish
@@ -70,13 +70,14 @@ class Call:
     request with any error raised inside; leaving it without one changes nothing.
     """
 
-    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "_span", "received_at")
+    __slots__ = ("_answers", "_ended", "_infer", "_num_open", "_span", "_spent", "received_at")
 
     def __init__(self, infer: Infer, num_answers: int) -> None:
         self._infer = infer
         self._answers: list[_Answer] = []
         self._num_open = num_answers  # answers that have not ended: permits that are held
         self._ended = False
+        self._spent: list[tuple[Times, int]] = []  # by the answers that are complete, and their tokens
         self._span = current_span()
         self.received_at = time.perf_counter()
 
@@ -121,13 +122,13 @@ class Call:
             return
         self._num_open -= 1
         self._infer.free_permits += 1
+        self._spent.append((finish.times, finish.num_generated))
+        if self._span is not None:
+            _trace(self._span, finish.times)
         if not self._num_open:
             self._ended = True
             self._infer.metrics.count("tgi_request_success")
-        durations = _durations(finish)
-        _report(self._infer.metrics, finish, durations)
-        if self._span is not None:
-            _trace(self._span, finish, durations)
+            _report(self._infer.metrics, self._span, self._spent, finish.seed)
 
     def failed(self, error: TgiError) -> None:
         """One answer has failed, and the others with it."""
@@ -223,48 +224,38 @@ def _cause(error: BaseException) -> str:
     return "dropped" if isinstance(error, asyncio.CancelledError) else "incomplete"
 
 
-class _Durations(NamedTuple):
-    """Seconds of one answer, named as in its metrics, its line of the log and its span."""
-
-    total_time: float
-    validation_time: float
-    queue_time: float
-    inference_time: float
-    time_per_token: float
-
-    def shown(self) -> dict[str, str]:
-        return {name: f"{seconds * 1000:.3f}ms" for name, seconds in zip(self._fields, self)}
-
-
-def _durations(finish: Finish) -> _Durations:
-    times = finish.times
+def _report(metrics: Metrics, span: Span | None, spent: Sequence[tuple[Times, int]], seed: int | None) -> None:
+    """Times of a request whose answers are all complete, and what each of them has of its own."""
+    times = _together([times for times, _ in spent])
+    total = times.finished - times.received
+    validation = times.queued - times.received
+    queue = times.admitted - times.queued
     inference = times.finished - times.admitted
-    return _Durations(
-        total_time=times.finished - times.received,
-        validation_time=times.queued - times.received,
-        queue_time=times.admitted - times.queued,
-        inference_time=inference,
-        time_per_token=inference / max(finish.num_generated, 1),
-    )
+    per_token = [(own.finished - own.admitted) / max(count, 1) for own, count in spent]
+    metrics.observe("tgi_request_duration", total)
+    metrics.observe("tgi_request_validation_duration", validation)
+    metrics.observe("tgi_request_queue_duration", queue)
+    metrics.observe("tgi_request_inference_duration", inference)
+    metrics.observe("tgi_request_first_token_duration", times.first_token - times.received)
+    for seconds, (_, count) in zip(per_token, spent):
+        metrics.observe("tgi_request_mean_time_per_token_duration", seconds)
+        metrics.observe("tgi_request_generated_tokens", count)
+    if span is not None or logger.isEnabledFor(logging.INFO):
+        durations = {
+            "total_time": total,
+            "validation_time": validation,
+            "queue_time": queue,
+            "inference_time": inference,
+            "time_per_token": sum(per_token) / len(per_token),
+        }
+        fields = {name: f"{seconds * 1000:.3f}ms" for name, seconds in durations.items()}
+        logger.info("Success", extra={"fields": fields | {"seed": seed}})
+        if span is not None:  # in TGI's form: a u64 would not fit an attribute's integer
+            span.tell(fields | {"seed": "None" if seed is None else f"Some({seed})"})
 
 
-def _report(metrics: Metrics, finish: Finish, durations: _Durations) -> None:
-    metrics.observe("tgi_request_duration", durations.total_time)
-    metrics.observe("tgi_request_validation_duration", durations.validation_time)
-    metrics.observe("tgi_request_queue_duration", durations.queue_time)
-    metrics.observe("tgi_request_inference_duration", durations.inference_time)
-    metrics.observe("tgi_request_mean_time_per_token_duration", durations.time_per_token)
-    metrics.observe("tgi_request_generated_tokens", finish.num_generated)
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("Success", extra={"fields": durations.shown() | {"seed": finish.seed}})
-
-
-def _trace(span: Span, finish: Finish, durations: _Durations) -> None:
-    """What TGI records of an answer, in its forms, and where the time went. Of several answers the last one's values
-    stay, each has its own children."""
-    seed = "None" if finish.seed is None else f"Some({finish.seed})"  # a u64, which an attribute's integer cannot hold
-    span.tell(durations.shown() | {"seed": seed})
-    times = finish.times
+def _trace(span: Span, times: Times) -> None:
+    """Where the time of one answer went."""
     span.child("queued", times.queued, times.admitted)
     infer = span.child("infer", times.admitted, times.finished)
     infer.child("prefill", times.admitted, times.first_token)
@@ -275,3 +266,16 @@ def _shown(parameters: GenerateParameters) -> str:
     """What was asked for, as JSON; what was not asked for is left out."""
     given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not None}
     return msgspec.json.encode(given).decode()[:MAX_PARAMETERS]
+
+
+def _together(times: Sequence[Times]) -> Times:
+    """Of several answers as one: whatever is first of its kind, and the last end."""
+    if len(times) == 1:
+        return times[0]
+    return Times(
+        received=min(own.received for own in times),
+        queued=min(own.queued for own in times),
+        admitted=min(own.admitted for own in times),
+        first_token=min(own.first_token for own in times),
+        finished=max(own.finished for own in times),
+    )

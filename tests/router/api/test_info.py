@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.fakes.app import App, serving
 from tests.fakes.backend import ScriptedBackend
 from tests.fakes.tokenizer import BOS_ID, EOS_ID
+from tgi.observability.exposition import render
 from tgi.observability.metrics import Metrics
 from tgi.router.api.metrics import follow
 from tgi.router.api.tokenize import LONG_TEXT
+from tgi.router.backend import Flushed
 from tgi.router.scheduling.stats import SchedulerStats
 
 
@@ -68,6 +72,35 @@ def test_tokenize_needs_no_permit(app: App) -> None:
         assert small.post("/tokenize", {"inputs": "x"}).status == 200
 
 
+def test_an_operator_empties_the_cache(app: App) -> None:
+    app.backend.flushed = Flushed(flushed=12, live=3)
+    for body in (None, {}):
+        answer = app.post("/flush_cache", body)
+        assert answer.status == 200
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.body == b'{"flushed_blocks":12,"live_blocks":3}'
+    assert app.get("/flush_cache").status == 405
+
+
+def test_who_has_no_key_does_not() -> None:
+    with serving(ScriptedBackend(None), api_key="secret") as guarded:
+        assert guarded.post("/flush_cache").status == 401
+        assert guarded.post("/flush_cache", headers={"authorization": "Bearer secret"}).status == 200
+
+
+def test_metrics_are_written_beside_the_event_loop(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def render_here(registry: CollectorRegistry) -> bytes:
+        threads.append(threading.current_thread())
+        return render(registry)
+
+    monkeypatch.setattr("tgi.router.api.metrics.render", render_here)
+    assert app.get("/metrics").status == 200
+    assert threads
+    assert app.thread not in threads
+
+
 @pytest.mark.row("B: /metrics")
 @pytest.mark.fault("TGI#2184")
 def test_metrics_before_any_request(app: App) -> None:
@@ -89,7 +122,8 @@ def test_the_schedulers_numbers_are_read_at_each_scrape() -> None:
 
     assert value("tgi_batch_max_total_tokens") == 160
     assert value("tgi_batch_total_tokens") == 0
-    stats.queue_size, stats.batch_current_size, stats.batch_current_max_tokens, stats.blocks_free = 3, 2, 64, 6
+    stats.queue_size, stats.batch_current_size, stats.batch_current_max_tokens = 3, 2, 64
+    stats.blocks_live, stats.blocks_cached, stats.blocks_free = 1, 3, 6
     assert value("tgi_queue_size") == 3
     assert value("tgi_batch_current_size") == 2
     assert value("tgi_batch_current_max_tokens") == 64
@@ -103,5 +137,16 @@ def test_the_schedulers_numbers_are_read_at_each_scrape() -> None:
     stats.inference_count["decode"] += 1
     assert value("tgi_batch_inference_count_total", method="decode") == 6
     assert value("tgi_batch_concat_total", reason="chunking") == 2
+    assert value("tgi_batch_max_total_tokens") == 160
+    assert [value("tgi_kv_blocks", state=state) for state in ("live", "cached", "free")] == [1, 3, 6]
+    stats.prompt_tokens, stats.cached_tokens, stats.evicted_blocks = 100, 30, 4
+    stats.preemptions, stats.reconnects, stats.restarts = 5, 7, 6
+    for _ in range(2):
+        assert value("tgi_prefix_prompt_tokens_total") == 100
+        assert value("tgi_prefix_hit_tokens_total") == 30
+        assert value("tgi_prefix_evicted_blocks_total") == 4
+        assert value("tgi_batch_preemptions_total") == 5
+        assert value("tgi_shard_reconnects_total") == 7
+        assert value("tgi_shard_restarts_total") == 6
     stats.observe("tgi_batch_forward_duration", 0.25, "prefill")
     assert value("tgi_batch_forward_duration_sum", method="prefill") == 0.25

@@ -22,6 +22,7 @@ COMPUTE = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/invocations": {"inputs": "x"},
     "/vertex": {"instances": [{"inputs": "x"}]},
+    "/flush_cache": None,
 }
 
 

@@ -103,6 +103,15 @@ class Model:
         else:
             self.allocator.free(row.allocation)
 
+    def flush(self) -> None:
+        allocator = self.allocator
+        free, available, evicted = allocator.num_free, allocator.num_available, allocator.num_evicted
+        assert allocator.flush() == available - free
+        assert (allocator.num_free, allocator.num_available) == (available, available)
+        assert allocator.num_evicted == evicted
+        for row in self.rows:
+            self._read(row)
+
     def check(self) -> None:
         self.allocator.check([row.allocation for row in self.rows])
 
@@ -163,6 +172,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject, dropped: int) -> None:
         row = data.draw(st.sampled_from(self.model.rows))
         self.model.free(row, max(0, len(row.ids) - dropped))
+
+    @rule()
+    def flush(self) -> None:
+        self.model.flush()
 
     @invariant()
     def books_are_right(self) -> None:

@@ -199,6 +199,30 @@ def test_without_reading_nothing_is_found_but_published() -> None:
     assert allocate(allocator, 5, [1, 2, 3, 4, 5]).cached_len == 4
 
 
+def test_flush_leaves_what_rows_use() -> None:
+    allocator = RadixAllocator(40, 2)
+    used, unused = list(range(8)), list(range(20, 28))
+    for ids in (used, unused):
+        allocator.free(allocate(allocator, 8, ids), pack(ids), 8)
+    row = allocate(allocator, 8, [*used[:4], 90, 91])
+    assert row.cached_len == 4
+    assert allocator.flush() == 2 + 4
+    allocator.check([row])
+    assert allocate(allocator, 8, unused).cached_len == 0
+    assert allocate(allocator, 8, used).cached_len == 4
+    assert allocator.num_evicted == 0
+
+
+def test_evicted_blocks_are_counted() -> None:
+    allocator = RadixAllocator(11, 1)
+    ids = list(range(8))
+    allocator.free(allocate(allocator, 8, ids), pack(ids), 8)
+    row = allocate(allocator, 4, [50] * 4)
+    assert allocator.num_evicted == 2
+    assert allocator.grow(row, 3) is not None
+    assert allocator.num_evicted == 5
+
+
 def test_salts_and_adapters_share_nothing() -> None:
     allocator = RadixAllocator(40, 2)
     ids = pack([1, 2, 3, 4, 5])

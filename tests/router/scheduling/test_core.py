@@ -13,7 +13,8 @@ from tests.fakes.scripted_shard import PlainShard, reference
 from tests.fakes.tokenizer import EOS_ID, ids_of
 from tgi.enums import FinishReason
 from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, Unavailable
-from tgi.router.backend import TokenEvent
+from tgi.router.backend import Flushed, TokenEvent
+from tgi.router.scheduling.core import SchedulerCore
 from tgi.router.scheduling.entry import Entry, State
 from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Sampling
@@ -576,7 +577,7 @@ def test_the_last_handle_opens_a_new_stream() -> None:
 def test_stats_count_what_happened() -> None:
     seen: list[tuple[str, float, str | None]] = []
     link = joined(PlainShard(block_size=4))
-    link.core.stats.observe = lambda name, value, method: seen.append((name, value, method))
+    link.core.stats.observe = lambda name, value, method, times=1: seen.append((name, value, method))
     for _ in range(2):
         submit(link, make_request(range(20), 5))
         settle(link)
@@ -592,6 +593,8 @@ def test_stats_count_what_happened() -> None:
         "tgi_batch_forward_duration",
         "tgi_batch_decode_duration",
         "tgi_batch_filter_duration",
+        "tgi_request_skipped_tokens",
+        "tgi_request_inter_token_duration",
     }
     assert all(method in ("prefill", "decode") for name, _, method in seen if name.endswith(("forward_duration",)))
     assert all(math.isfinite(value) for _, value, _ in seen)
@@ -600,12 +603,127 @@ def test_stats_count_what_happened() -> None:
 def test_speculation_tells_how_many_tokens_each_step_skipped() -> None:
     skipped: list[float] = []
     link = joined(PlainShard(speculated=4))
-    link.core.stats.observe = lambda name, value, method: (
-        skipped.append(value) if name == "tgi_request_skipped_tokens" else None
+    link.core.stats.observe = lambda name, value, method, times=1: (
+        skipped.extend([value] * times) if name == "tgi_request_skipped_tokens" else None
     )
     request = make_request(range(5), 60)
     _, sink = submit(link, request)
     settle(link)
     assert sink.ids == expected(request)
-    assert skipped
+    assert sum(skipped) + len(skipped) == 60
     assert all(0 <= value <= 4 for value in skipped)
+    assert max(skipped) > 0
+
+
+class Ticking:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def gaps_of(core: SchedulerCore) -> list[tuple[float, int]]:
+    """What the core will say of the time between tokens: (seconds, how many times)."""
+    gaps: list[tuple[float, int]] = []
+    core.stats.observe = lambda name, value, method, times=1: (
+        gaps.append((value, times)) if name == "tgi_request_inter_token_duration" else None
+    )
+    return gaps
+
+
+def test_gaps_between_tokens_are_told_once_a_step() -> None:
+    clock = Ticking()
+    link = joined(PlainShard(max_rows=4), clock=clock)
+    core, gaps = link.core, gaps_of(link.core)
+    for start in range(3):
+        submit(link, make_request(range(start, start + 5), 6, ignore_eos=True))
+    link.until(lambda: core.stats.generated_tokens >= 3)
+    assert gaps == [], "a first token follows none"
+    while core.rows:
+        clock.now += 0.25
+        link.round()
+    assert sum(times for _, times in gaps) == 3 * (6 - 1)
+    assert gaps == [(0.25, 3)] * 5, "one value for all rows of a Step"
+
+
+def test_a_gap_holds_the_time_that_a_lost_stream_costs() -> None:
+    clock = Ticking()
+    link = joined(clock=clock)
+    core, gaps = link.core, gaps_of(link.core)
+    submit(link, make_request(range(5), 6, ignore_eos=True))
+    link.until(lambda: core.stats.generated_tokens == 2)
+    clock.now += 7
+    link.open()
+    settle(link)
+    assert [gap for gap, _ in gaps if gap] == [7.0]
+    assert sum(times for _, times in gaps) == 5
+
+
+def test_streams_and_restarts_are_counted() -> None:
+    shard = PlainShard()
+    link = joined(shard)
+    stats = link.core.stats
+    assert (stats.reconnects, stats.restarts) == (0, 0)
+    link.open()
+    assert (stats.reconnects, stats.restarts) == (1, 0)
+    shard.renew_cache(77)
+    link.open()
+    assert (stats.reconnects, stats.restarts) == (2, 1)
+    link.core.stream_lost(keep_memory=False)
+    link.open()
+    assert (stats.reconnects, stats.restarts) == (3, 1), "our own fault is no restart"
+
+
+def test_blocks_are_live_cached_or_free_and_evictions_outlive_an_allocator() -> None:
+    shard = PlainShard(num_blocks=21, block_size=4)
+    link = joined(shard)
+    stats = link.core.stats
+    entry, _ = submit(link, make_request(range(20), 30))
+    link.until(lambda: entry.decoding)
+    assert stats.blocks_live == link.core.allocator.num_blocks - 1 - link.core.allocator.num_available > 0
+    settle(link)
+    assert (stats.blocks_live, stats.evicted_blocks) == (0, 0)
+    assert stats.blocks_cached > 0
+    assert stats.blocks_cached + stats.blocks_free == 20
+    submit(link, make_request(range(50, 100), 20))
+    settle(link)
+    evicted = stats.evicted_blocks
+    assert evicted > 0
+    shard.renew_cache(77)
+    link.open()
+    assert (stats.evicted_blocks, stats.blocks_free) == (evicted, 20)
+
+
+# -- an operator empties the cache -------------------------------------------------------------------------------------
+
+
+def test_flush_forgets_what_nobody_uses_and_disturbs_nobody() -> None:
+    link = joined(PlainShard(num_blocks=60, block_size=4))
+    submit(link, make_request(range(40), 4))
+    settle(link)
+    cached = link.core.stats.blocks_cached
+    running = make_request(range(80, 100), 30, ignore_eos=True)
+    entry, sink = submit(link, running)
+    link.until(lambda: len(sink.ids) >= 5)
+    live = link.core.stats.blocks_live
+    assert link.core.flush_cache() == Flushed(cached, live)
+    assert (link.core.stats.blocks_cached, link.core.stats.blocks_live) == (0, live)
+    assert link.core.stats.evicted_blocks == 0, "nobody took them"
+    link.check()
+    assert link.core.flush_cache() == Flushed(0, live)
+    assert entry.state is State.LIVE
+    settle(link)
+    assert sink.ids == expected(running)
+    again, _ = submit(link, make_request(range(40), 4))
+    settle(link)
+    assert again.cached_len == 0
+
+
+def test_flush_without_a_cache() -> None:
+    link = joined(PlainShard(block_size=4), prefix_caching=False)
+    submit(link, make_request(range(40), 4))
+    settle(link)
+    assert link.core.flush_cache() == Flushed(0, 0)

@@ -14,7 +14,7 @@ from tests.fakes.scheduling import Link, MemorySink, joined, make_request, submi
 from tests.fakes.scripted_shard import PlainShard, alone
 from tgi.errors import GenerationFailed, Overloaded, TgiError, Unavailable
 from tgi.observability.metrics import Metrics
-from tgi.router.backend import TokenEvent
+from tgi.router.backend import Flushed, TokenEvent
 from tgi.router.infer import Call, Infer
 from tgi.router.scheduling import core as core_module
 from tgi.router.scheduling.entry import Entry, State
@@ -300,6 +300,9 @@ class CoreBackend:
 
     async def is_healthy(self) -> bool:
         return True
+
+    def flush_cache(self) -> Flushed:
+        return self.link.core.flush_cache()
 
 
 class Group:

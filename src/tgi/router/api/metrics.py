@@ -14,6 +14,15 @@ from tgi.observability.metrics import Metrics
 from tgi.router.api.services import services_of
 from tgi.router.scheduling.stats import SchedulerStats
 
+_PLAIN = {  # counter -> its field of SchedulerStats
+    "tgi_prefix_prompt_tokens": "prompt_tokens",
+    "tgi_prefix_hit_tokens": "cached_tokens",
+    "tgi_prefix_evicted_blocks": "evicted_blocks",
+    "tgi_batch_preemptions": "preemptions",
+    "tgi_shard_reconnects": "reconnects",
+    "tgi_shard_restarts": "restarts",
+}
+
 
 async def metrics(request: Request) -> Response:
     services = services_of(request)
@@ -27,26 +36,34 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
 
     `num_blocks` counts block 0, which holds no tokens.
     """
-
-    counters = {
+    labelled = {
         "tgi_batch_inference_count": stats.inference_count,
         "tgi_batch_inference_success": stats.inference_success,
         "tgi_batch_inference_failure": stats.inference_failure,
         "tgi_batch_concat": stats.concat,
     }
-    told: dict[str, Counter[str]] = {name: Counter() for name in counters}
+    told: Counter[tuple[str, str | None]] = Counter()
+
+    def tell(name: str, label: str | None, count: int) -> None:
+        metrics.count(name, label, count - told[name, label])
+        told[name, label] = count
 
     def refresh() -> None:
         metrics.set("tgi_queue_size", stats.queue_size)
         metrics.set("tgi_batch_current_size", stats.batch_current_size)
         metrics.set("tgi_batch_current_max_tokens", stats.batch_current_max_tokens)
-        metrics.set("tgi_batch_total_tokens", (num_blocks - 1 - stats.blocks_free) * block_size)
-        for name, counter in counters.items():
+        used = stats.blocks_live + stats.blocks_cached
+        metrics.set("tgi_batch_max_total_tokens", (used + stats.blocks_free) * block_size)
+        metrics.set("tgi_batch_total_tokens", used * block_size)
+        metrics.set("tgi_kv_blocks", stats.blocks_live, "live")
+        metrics.set("tgi_kv_blocks", stats.blocks_cached, "cached")
+        metrics.set("tgi_kv_blocks", stats.blocks_free, "free")
+        for name, attribute in _PLAIN.items():
+            tell(name, None, getattr(stats, attribute))
+        for name, counter in labelled.items():
             for label, count in counter.items():
-                metrics.count(name, label, count - told[name][label])
-                told[name][label] = count
+                tell(name, label, count)
 
     stats.observe = metrics.observe
     stats.blocks_free = stats.blocks_free or num_blocks - 1  # nothing is used before the first step
-    metrics.set("tgi_batch_max_total_tokens", (num_blocks - 1) * block_size)
     return refresh

@@ -6,7 +6,7 @@ from tgi.router.api.openapi import TEXT, ErrorStyle, Operation
 from tgi.router.schema.chat import ChatCompletion, ChatCompletionChunk, ChatRequest, ChatTokens
 from tgi.router.schema.completions import Completion, CompletionRequest
 from tgi.router.schema.generate import CompatRequest, GenerateRequest, GenerateResponse, StreamEvent, TokenSlice
-from tgi.router.schema.info import Info, Model, ModelList
+from tgi.router.schema.info import FlushedCache, Info, Model, ModelList
 from tgi.router.schema.kserve import (
     InferRequest,
     InferResponse,
@@ -179,6 +179,7 @@ def vertex(operation_id: str) -> Operation:
 
 
 INFO = Operation("get_model_info", SERVER, "What is served, and within which limits", answer=(Info,))
+FLUSH_CACHE = Operation("flush_cache", SERVER, "Forget cached prefixes that no request uses", answer=(FlushedCache,))
 METRICS = Operation("metrics", SERVER, "Prometheus metrics", answer_media=TEXT)
 OPENAPI = Operation("openapi", SERVER, "This document", answer=(dict,))
 

@@ -45,6 +45,7 @@ class Allocator(Protocol):
     block_size: int  # tokens
     num_blocks: int  # block 0 included
     shares: bool  # may `cached_len` be above 0?
+    num_evicted: int  # blocks of cached prefixes that had to make room, ever; flushed ones are not counted
 
     @property
     def num_free(self) -> int:
@@ -76,6 +77,10 @@ class Allocator(Protocol):
 
     def free(self, allocation: Allocation, ids: bytes = b"", computed_len: int = 0) -> None:
         """Take everything back, after publishing what was computed. The allocation is dead afterwards."""
+        ...
+
+    def flush(self) -> int:
+        """Free all blocks of unused cached prefixes. -> how many"""
         ...
 
     def check(self, live: Iterable[Allocation]) -> None:

@@ -19,6 +19,7 @@ class RadixAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_evicted = 0
         self._free = FreeStack(num_blocks)
         self._trie = RadixTrie(block_size)
         self._stride = block_size * ID_BYTES
@@ -73,6 +74,11 @@ class RadixAllocator:
         self._trie.unpin(self._node(allocation))
         allocation.node = None
 
+    def flush(self) -> int:
+        blocks = self._trie.evict(self._trie.num_unused)
+        self._free.give(blocks)
+        return len(blocks) // BLOCK_BYTES
+
     def check(self, live: Iterable[Allocation]) -> None:
         live = list(live)
         self._trie.check(Counter(allocation.node for allocation in live if allocation.node is not None))
@@ -106,6 +112,7 @@ class RadixAllocator:
     def _take(self, count: int) -> bytearray:
         missing = count - self._free.num_free
         if missing > 0:
+            self.num_evicted += missing
             self._free.give(self._trie.evict(missing))
         return self._free.take(count)
 

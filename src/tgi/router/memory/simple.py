@@ -17,6 +17,7 @@ class SimpleAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_evicted = 0
         self._free = FreeStack(num_blocks)
 
     @property
@@ -53,6 +54,9 @@ class SimpleAllocator:
         self._free.give(allocation.private)
         allocation.private = bytearray()
         allocation.num_blocks = 0
+
+    def flush(self) -> int:
+        return 0
 
     def check(self, live: Iterable[Allocation]) -> None:
         places = [self._free.snapshot()]

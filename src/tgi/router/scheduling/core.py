@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, TgiError
-from tgi.router.backend import Sink
+from tgi.router.backend import Flushed, Sink
 from tgi.router.memory.allocator import Allocation, Allocator
 from tgi.router.memory.radix import RadixAllocator
 from tgi.router.memory.simple import SimpleAllocator
@@ -75,11 +76,13 @@ class SchedulerCore:
         self._next_sequence = 0
         # Of the present stream; None while there is none.
         self._opening: Opening | None = None
-        self._kv_epoch: int | None = None
+        self._kv_epoch: int | None = None  # of what the allocator believes in
+        self._last_epoch: int | None = None  # of the shard; None before the first stream
         self._rules = GrowthRules(config.block_size, 0, config.speculate)
         self._is_mid_step = False
         self._seen = 0  # last Step handled
         self._said = 0  # and last told
+        self._evicted_before = 0  # blocks, by the allocators before this one
         # What the next pass has to do, and what it has decided.
         self._may_admit = True  # somebody may start who could not at the last pass
         self._short: dict[int, Entry] = {}  # rows that want blocks, by handle
@@ -135,6 +138,12 @@ class SchedulerCore:
         for entry in [*self.rows, *self.queue]:
             self._fail(entry, error, True)
 
+    def flush_cache(self) -> Flushed:
+        """Empty the prefix tree of what no row uses."""
+        count = self.allocator.flush()
+        self._update_gauges()
+        return Flushed(count, self.stats.blocks_live)
+
     # -- the shard's side ----------------------------------------------------------------------------------------------
 
     @property
@@ -152,9 +161,10 @@ class SchedulerCore:
             self.stream_lost()
         allocator = self.allocator
         shape = (opening.num_blocks, opening.block_size)
+        self._count_stream(kv_epoch)
         if kv_epoch != self._kv_epoch or shape != (allocator.num_blocks, allocator.block_size):
             self._renew_allocator(*shape)
-        self._kv_epoch = kv_epoch
+        self._kv_epoch = self._last_epoch = kv_epoch
         self._opening = opening
         speculated = self._config.speculate
         self._rules = GrowthRules(opening.block_size, window_tokens(opening.window, speculated), speculated)
@@ -165,6 +175,7 @@ class SchedulerCore:
             self.rows.next_handle = 1
         for entry in [entry for entry in self.queue if not self._fits_alone(entry)]:
             self._fail(entry, GenerationFailed("the model server came back with less memory than this needs"), False)
+        self._update_gauges()
 
     def stream_lost(self, keep_memory: bool = True) -> None:
         """All rows are gone. Who ran returns to the head of the queue and goes on from its ids; nothing is sent twice.
@@ -257,7 +268,7 @@ class SchedulerCore:
             if opens is None:
                 return  # asked again after the next Step
             reason = opens
-        had_rows = bool(self.rows)
+        had_rows, began = bool(self.rows), self._clock()
         self._may_admit = False  # who is left is tried again when something has changed for them
         admit_waiting(
             self.queue,
@@ -273,6 +284,7 @@ class SchedulerCore:
             self.stats.observe("tgi_batch_next_size", len(self._admit), None)
             if had_rows:
                 self.stats.concat[reason] += 1
+                self.stats.observe("tgi_batch_concat_duration", self._clock() - began, "decode")
 
     def _start(self, entry: Entry) -> None:
         assert entry.allocation is not None
@@ -343,13 +355,19 @@ class SchedulerCore:
         for entry in list(self.rows):
             self._requeue(entry, tell_shard=True)
         self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
-        self._kv_epoch = kv_epoch
+        self._kv_epoch = self._last_epoch = kv_epoch
 
     def _renew_allocator(self, num_blocks: int, block_size: int) -> None:
         assert not self.rows, "a row would keep blocks of a pool that is gone"
+        self._evicted_before += self.allocator.num_evicted
         self.allocator = _make_allocator(self._config.prefix_caching, num_blocks, block_size)
 
     # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def _count_stream(self, kv_epoch: int) -> None:
+        if self._last_epoch is not None:
+            self.stats.reconnects += 1
+            self.stats.restarts += kv_epoch != self._last_epoch
 
     @property
     def _pool_tokens(self) -> int:
@@ -376,9 +394,16 @@ class SchedulerCore:
         stats.observe("tgi_batch_forward_duration", forward_s, method)
         stats.observe("tgi_batch_decode_duration", collect_s, method)
         stats.observe("tgi_batch_filter_duration", handling_s, method)
-        if self._config.speculate and step.num_tokens:
-            for count in step.num_tokens:
-                stats.observe("tgi_request_skipped_tokens", count - 1, None)
+        self._count_skipped(step, steps)
+
+    def _count_skipped(self, step: Step, steps: int) -> None:
+        observe = self.stats.observe
+        if not self._config.speculate or not step.num_tokens:
+            observe("tgi_request_skipped_tokens", 0, None, len(step.token_ids))  # each came from a step of its own
+        elif steps == 1:  # merged steps do not tell what each of them gave a row
+            for count, num_rows in Counter(step.num_tokens).items():
+                if count:
+                    observe("tgi_request_skipped_tokens", count - 1, None, num_rows)
 
     def _update_gauges(self) -> None:
         stats, allocator = self.stats, self.allocator
@@ -387,6 +412,8 @@ class SchedulerCore:
         stats.batch_current_max_tokens = self.rows.room
         stats.blocks_free = allocator.num_free
         stats.blocks_cached = allocator.num_available - allocator.num_free
+        stats.blocks_live = allocator.num_blocks - 1 - allocator.num_available
+        stats.evicted_blocks = self._evicted_before + allocator.num_evicted
 
 
 def _make_allocator(prefix_caching: bool, num_blocks: int, block_size: int) -> Allocator:

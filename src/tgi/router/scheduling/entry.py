@@ -100,6 +100,7 @@ class Entry:
         "sink",
         "state",
         "text",
+        "tokens_at",
         "waits_for",
     )
 
@@ -124,6 +125,7 @@ class Entry:
         self.generated = array("I")
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
+        self.tokens_at: float | None = None  # when the last Step with tokens of it came
         self.cached_len: int | None = None  # tokens, at the first admission
         self.returning = False  # back in the queue after it ran
         self.passed_over = 0  # how many younger ones went first since it did not fit

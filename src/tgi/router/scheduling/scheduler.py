@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tgi.enums import Phase
 from tgi.errors import StartupError, Unavailable
-from tgi.router.backend import Sink
+from tgi.router.backend import Flushed, Sink
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import AnswerText, Entry, Vocabulary
 from tgi.router.scheduling.stats import SchedulerStats
@@ -117,6 +117,9 @@ class Scheduler:
         except (Unavailable, StartupError):  # whatever the shard says instead: it is not well
             return False
         return not health.is_hung and health.phase != Phase.FAILED
+
+    def flush_cache(self) -> Flushed:
+        return self.core.flush_cache()
 
     # the stream
 

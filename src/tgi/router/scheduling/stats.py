@@ -6,15 +6,18 @@ Knows TGI's metric names as words, and nothing of how they are exposed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 Method = Literal["prefill", "decode"]
-Observe = Callable[[str, float, str | None], None]  # (metric name, value, `method` label where the metric has one)
 
 
-def _ignore(name: str, value: float, method: str | None) -> None:
+class Observe(Protocol):
+    def __call__(self, name: str, value: float, label: str | None, times: int = 1, /) -> None:
+        """Of the metric `name`, with the `method` as label where it has one, `value` was seen `times`."""
+
+
+def _ignore(name: str, value: float, label: str | None, times: int = 1, /) -> None:
     pass
 
 
@@ -24,8 +27,9 @@ class SchedulerStats:
     queue_size: int = 0  # tgi_queue_size
     batch_current_size: int = 0  # tgi_batch_current_size
     batch_current_max_tokens: int = 0  # tgi_batch_current_max_tokens: tokens that the rows' blocks can hold
-    blocks_free: int = 0
+    blocks_live: int = 0  # tgi_kv_blocks: used by rows
     blocks_cached: int = 0  # hold prefixes that nobody uses now
+    blocks_free: int = 0
     rows_waiting: int = 0  # for blocks
     # counters
     inference_count: Counter[Method] = field(default_factory=Counter)  # tgi_batch_inference_count, engine steps
@@ -33,10 +37,14 @@ class SchedulerStats:
     inference_failure: Counter[Method] = field(default_factory=Counter)  # tgi_batch_inference_failure
     concat: Counter[str] = field(default_factory=Counter)  # tgi_batch_concat, by reason
     dropped: int = 0  # entries cancelled before their end
-    preemptions: int = 0
-    prompt_tokens: int = 0  # of admitted prompts
-    cached_tokens: int = 0  # of these, found in the prefix tree
+    preemptions: int = 0  # tgi_batch_preemptions
+    prompt_tokens: int = 0  # tgi_prefix_prompt_tokens: of admitted prompts
+    cached_tokens: int = 0  # tgi_prefix_hit_tokens: of these, found in the prefix tree
+    evicted_blocks: int = 0  # tgi_prefix_evicted_blocks
     generated_tokens: int = 0
+    reconnects: int = 0  # tgi_shard_reconnects: streams after the first
+    restarts: int = 0  # tgi_shard_restarts: of these, with another KV cache
     # observations: tgi_batch_next_size; tgi_batch_{inference,forward,decode,filter}_duration with their method;
-    # tgi_request_skipped_tokens. What concerns one request alone is observed by infer.py, at its end.
+    # tgi_batch_concat_duration; in lots tgi_request_skipped_tokens and tgi_request_inter_token_duration. What concerns
+    # one request alone is observed by infer.py, at its end.
     observe: Observe = _ignore

@@ -48,9 +48,12 @@ class StepHandler:
         self._clock = clock
         self._leave = leave
         self._fail = fail
+        self._last_at = 0.0  # when the Step before came
 
     def work(self, step: Step, allocator: Allocator, leaders: PrefixLeaders, short: dict[int, Entry]) -> Iterator[None]:
         """Rows that need blocks afterwards are added to `short`, by handle. Yields between slices."""
+        now, last_at = self._clock(), self._last_at
+        num_gaps = 0  # rows that had tokens in the Step before, too: nearly all, and told as one
         yield from self._prefill(step, allocator, leaders)
         get = self._rows.get
         tops = {(top.handle, top.index): top for top in step.top_tokens}
@@ -60,6 +63,12 @@ class StepHandler:
             count = counts[index] if counts else 1
             entry = get(handle)
             if entry is not None:
+                if count:
+                    if entry.tokens_at == last_at:
+                        num_gaps += 1
+                    elif entry.tokens_at is not None:
+                        self._stats.observe("tgi_request_inter_token_duration", now - entry.tokens_at, None)
+                    entry.tokens_at = now
                 end = ends[index] if ends else _RUNNING
                 try:
                     if not entry.decoding and end != EndReason.NAN:
@@ -82,6 +91,9 @@ class StepHandler:
             position += count
             if not (index + 1) % ROWS_PER_SLICE:
                 yield
+        if num_gaps:
+            self._stats.observe("tgi_request_inter_token_duration", now - last_at, None, num_gaps)
+        self._last_at = now
         for error in step.errors:
             entry = get(error.handle)
             if entry is not None:

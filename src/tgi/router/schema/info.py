@@ -1,4 +1,4 @@
-"""Wire types of /info, /v1/models and of every error body."""
+"""Wire types of /info, /v1/models, /flush_cache and of every error body."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ class Model(Struct, frozen=True):
 class ModelList(Struct, frozen=True):
     object: str
     data: list[Model]
+
+
+class FlushedCache(Struct, frozen=True, kw_only=True):
+    """`POST /flush_cache`, in KV blocks."""
+
+    flushed_blocks: int  # that held prefixes which no running request used
+    live_blocks: int  # that running requests use
 
 
 class NativeError(Struct, frozen=True):

@@ -11,19 +11,17 @@ from tgi.errors import InvalidRequest
 from tgi.router.api.answer import collect, rendered
 from tgi.router.api.body import BodyReader, is_long
 from tgi.router.api.chat_frames import ChatFrames, Look, chat_completion
-from tgi.router.api.chat_prompt import ChatPrompt, prepare_chat
+from tgi.router.api.chat_prompt import ChatPrompt, prepare_chat, validate_chat
 from tgi.router.api.errors import openai_response
-from tgi.router.api.headers import answer_headers, priority_of, stream_headers, traceparent_of
+from tgi.router.api.headers import answer_headers, stream_headers
 from tgi.router.api.openai_answer import Tally, head_of, joined, stream_usage
 from tgi.router.api.openai_answer import encode as _encode
-from tgi.router.api.openai_request import parameters_of
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.infer import Call
 from tgi.router.schema.chat import ChatRequest
 from tgi.router.validation.door import CHAT, Door
 from tgi.router.validation.request import ValidRequest, fork
-from tgi.router.validation.validator import Wish
 
 _body = BodyReader(ChatRequest)
 
@@ -36,7 +34,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
         if n < 1:
             raise InvalidRequest(f"`n` must be strictly positive. Given: {n}", "n")
         prompt = await prepare_chat(services, body, is_long(request))
-        valids = fork(await _validate(request, body, prompt, call), n)
+        valids = fork(await validate_chat(request, body, prompt, call, _door_of(body)), n)
         if body.stream:
             return _stream(services, body, prompt, call, valids)
         collectors = await collect(request, call, valids)
@@ -64,22 +62,6 @@ def _stream(
     ]
     headers = stream_headers(services.compute_type, len(prompt.text))
     return EventStream(call, answers, services.pulse, headers, openai_response)
-
-
-async def _validate(request: Request, body: ChatRequest, prompt: ChatPrompt, call: Call) -> ValidRequest:
-    # OpenAI's newer name wins where both are sent.
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return await call.validate(
-        Wish(
-            prompt.text,
-            parameters_of(body, priority_of(request, body.priority), max_tokens, body.top_logprobs),
-            _door_of(body),
-            bool(body.stream),
-            call.received_at,
-            traceparent_of(request),
-            grammar=prompt.grammar,
-        )
-    )
 
 
 def _door_of(body: ChatRequest) -> Door:

@@ -6,16 +6,23 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from tgi.errors import InvalidRequest
-from tgi.router.api.openai_request import grammar_of
+from tgi.router.api.headers import priority_of, traceparent_of
+from tgi.router.api.openai_request import grammar_of, parameters_of
 from tgi.router.api.services import Services
 from tgi.router.chat.answer import AnswerParser
 from tgi.router.chat.constraint import either
 from tgi.router.chat.messages import Messages, template_messages
 from tgi.router.chat.reasoning import after_thinking
 from tgi.router.chat.tools import ToolPlan, ToolTemplate, plan_tools
+from tgi.router.infer import Call
 from tgi.router.schema.chat import ChatRequest
+from tgi.router.validation.door import Door
 from tgi.router.validation.grammar import GrammarWish
+from tgi.router.validation.request import ValidRequest
+from tgi.router.validation.validator import Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,25 @@ async def prepare_chat(services: Services, body: ChatRequest, is_long: bool) -> 
         after_thinking, wish, template.reasoning, text, template.special_tokens, continued
     )
     return ChatPrompt(text, continued, plan, grammar)
+
+
+async def validate_chat(
+    request: Request, body: ChatRequest, prompt: ChatPrompt, call: Call, door: Door
+) -> ValidRequest:
+    """Raises InvalidRequest, in the words of `door`."""
+    # OpenAI's newer name wins where both are sent.
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return await call.validate(
+        Wish(
+            prompt.text,
+            parameters_of(body, priority_of(request, body.priority), max_tokens, body.top_logprobs),
+            door,
+            bool(body.stream),
+            call.received_at,
+            traceparent_of(request),
+            grammar=prompt.grammar,
+        )
+    )
 
 
 def _reads_schemas(body: ChatRequest) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tgi.errors import TgiError
 from tgi.router.api.answer import collect, rendered
 from tgi.router.api.body import BodyReader, aside, is_long
-from tgi.router.api.chat_prompt import prepare_chat
+from tgi.router.api.chat_prompt import prepare_chat, validate_chat
 from tgi.router.api.errors import REQUEST_ID_HEADER, anthropic_response
 from tgi.router.api.headers import answer_headers, stream_headers
 from tgi.router.api.messages_chat import NAMES, chat_of
@@ -22,7 +22,7 @@ from tgi.router.api.openai_answer import encode as _encode
 from tgi.router.api.openai_answer import model_name
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
-from tgi.router.api.translation import named, validated
+from tgi.router.api.translation import named
 from tgi.router.schema.messages import CountTokensRequest, MessagesRequest, TokenCount
 from tgi.router.validation.door import CHAT
 
@@ -39,7 +39,7 @@ async def messages(request: Request) -> Response | EventStream:
     with services.infer.accept() as call, named(NAMES):
         chat = await aside(request, lambda: chat_of(body, body.max_tokens, body.stop_sequences))
         prompt = await prepare_chat(services, chat, is_long(request))
-        valid = await validated(request, chat, prompt, call, _DOOR)
+        valid = await validate_chat(request, chat, prompt, call, _DOOR)
         look = _look(request, services, body, valid.num_prompt_tokens)
         if body.stream:
             headers = [

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tgi.router.api.answer import collect, rendered
 from tgi.router.api.body import BodyReader, aside, is_long
-from tgi.router.api.chat_prompt import prepare_chat
+from tgi.router.api.chat_prompt import prepare_chat, validate_chat
 from tgi.router.api.errors import openai_response
 from tgi.router.api.headers import answer_headers, stream_headers
 from tgi.router.api.openai_answer import encode as _encode
@@ -20,7 +20,7 @@ from tgi.router.api.responses_chat import NAMES, chat_of
 from tgi.router.api.responses_frames import Look, ResponseFrames, response
 from tgi.router.api.services import Services, services_of
 from tgi.router.api.sse import EventStream
-from tgi.router.api.translation import named, validated
+from tgi.router.api.translation import named
 from tgi.router.schema.chat import ChatRequest
 from tgi.router.schema.responses import ReasoningConfig, ResponseObject, ResponsesRequest, TextConfig
 from tgi.router.validation.door import CHAT
@@ -38,7 +38,7 @@ async def responses(request: Request) -> Response | EventStream:
     with services.infer.accept() as call, named(NAMES):
         chat = await aside(request, lambda: chat_of(body))
         prompt = await prepare_chat(services, chat, is_long(request))
-        valid = await validated(request, chat, prompt, call, _DOOR)
+        valid = await validate_chat(request, chat, prompt, call, _DOOR)
         look = _look(services, body, chat)
         if body.stream:
             headers = stream_headers(services.compute_type, len(prompt.text))

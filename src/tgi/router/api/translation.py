@@ -1,5 +1,5 @@
-"""What routes have in common that translate another protocol into chats: fields, the way of a chat through validation,
-names in errors, and events that have a name. Knows no protocol.
+"""What routes have in common that translate another protocol into chats: fields, names in errors, and events that have
+a name. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -10,39 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
-from starlette.requests import Request
 
 from tgi.errors import InvalidRequest
-from tgi.router.api.chat_prompt import ChatPrompt
-from tgi.router.api.headers import priority_of, traceparent_of
 from tgi.router.api.openai_answer import encode
-from tgi.router.api.openai_request import parameters_of
-from tgi.router.infer import Call
-from tgi.router.schema.chat import ChatRequest
 from tgi.router.schema.shared_fields import SharedFields
-from tgi.router.validation.door import Door
-from tgi.router.validation.request import ValidRequest
-from tgi.router.validation.validator import Wish
 
 
 def shared_fields(body: SharedFields) -> dict[str, Any]:
     """What a chat takes as it is."""
     return {name: getattr(body, name) for name in SharedFields.__struct_fields__}
-
-
-async def validated(request: Request, chat: ChatRequest, prompt: ChatPrompt, call: Call, door: Door) -> ValidRequest:
-    """Raises InvalidRequest."""
-    return await call.validate(
-        Wish(
-            prompt.text,
-            parameters_of(chat, priority_of(request, chat.priority), chat.max_tokens, chat.top_logprobs),
-            door,
-            bool(chat.stream),
-            call.received_at,
-            traceparent_of(request),
-            grammar=prompt.grammar,
-        )
-    )
 
 
 @contextmanager

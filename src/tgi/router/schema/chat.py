@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from tgi.router.schema.generate import TokenSlice
-from tgi.router.schema.numbers import Int32, UInt, UInt32
+from tgi.router.schema.numbers import UInt, UInt32
+from tgi.router.schema.shared_fields import SharedFields
 from tgi.router.schema.tools import Tool, ToolChoice
 
 
@@ -38,23 +39,15 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, of its choice so far
 
 
-class ChatRequest(Struct, frozen=True, kw_only=True):
+class ChatRequest(SharedFields, frozen=True, kw_only=True):
     messages: list[Message]
-    model: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | list[float] | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     max_tokens: UInt32 | None = None
     max_completion_tokens: UInt32 | None = None
     n: UInt | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[Tool] | None = None
     tool_prompt: str | None = None
     tool_choice: ToolChoice | None = None
@@ -62,28 +55,9 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # reaches the template as a variable of that name
 
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: UInt32 | None = None
-    stop_token_ids: list[UInt32] | None = None
-    ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None  # None: no, since the template writes them
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: Int32 | None = None
-    cache: bool | None = None
-    cache_salt: str | None = None
-    chat_template: str | None = None  # name of one of the model's templates, never a text
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | str | None = None
 

@@ -10,48 +10,25 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from tgi.router.schema.chat import StreamOptions, Usage
-from tgi.router.schema.numbers import Int32, UInt, UInt32
+from tgi.router.schema.numbers import UInt, UInt32
+from tgi.router.schema.shared_fields import AnswerFields
 
 
-class CompletionRequest(Struct, frozen=True, kw_only=True):
+class CompletionRequest(AnswerFields, frozen=True, kw_only=True):
     prompt: str | list[str | UInt32 | list[UInt32]]  # a text, texts, the ids of one prompt, or of several
-    model: str | None = None
     best_of: UInt | None = None
     echo: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | list[float] | None = None
     logprobs: UInt32 | None = None
     max_tokens: UInt32 | None = None
     n: UInt | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = None
     suffix: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
 
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: UInt32 | None = None
-    stop_token_ids: list[UInt32] | None = None
-    ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: Int32 | None = None
-    cache: bool | None = None
-    cache_salt: str | None = None
 
 
 class CompletionLogprobs(Struct, frozen=True):

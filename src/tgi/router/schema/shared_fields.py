@@ -1,4 +1,4 @@
-"""Fields that chats and the protocols translated into chats (Responses, Messages) have under the same name."""
+"""Fields that several routes of `/v1` have under the same name, so that each stands once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from msgspec import Struct
 from tgi.router.schema.numbers import Int32, UInt32
 
 
-class SharedFields(Struct, frozen=True, kw_only=True):
-    """The first group is in all protocols; the second are extensions, which mean what they mean in a chat."""
+class AnswerFields(Struct, frozen=True, kw_only=True):
+    """Of text completions, chats, and the protocols translated into chats. The second group are extensions to some."""
 
     model: str | None = None
     stream: bool | None = None
@@ -37,6 +37,11 @@ class SharedFields(Struct, frozen=True, kw_only=True):
     priority: Int32 | None = None
     cache: bool | None = None
     cache_salt: str | None = None
-    chat_template: str | None = None
+
+
+class SharedFields(AnswerFields, frozen=True, kw_only=True):
+    """Of chats and the protocols translated into chats (Responses, Messages)."""
+
+    chat_template: str | None = None  # name of one of the model's templates, never a text
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None

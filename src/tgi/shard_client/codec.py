@@ -166,7 +166,7 @@ class Codec:
         )
 
     def health(self, message: pb.HealthResponse) -> Health:
-        return Health(message.phase, message.step, message.since_s, message.hung_after_s)
+        return Health(message.phase, message.step, message.since_s, message.hung_after_s, message.finished)
 
     def warmup_request(self, request: WarmupRequest) -> pb.WarmupRequest:
         return pb.WarmupRequest(

@@ -212,6 +212,7 @@ class Health:
     step: int
     since_s: float
     hung_after_s: float
+    finished: int = 0  # rows that yielded a token and ended without a fault, since the shard's start
 
     @property
     def is_hung(self) -> bool:

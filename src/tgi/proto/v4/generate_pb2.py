@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btgi/proto/v4/generate.proto\x12\x0bgenerate.v4\"\r\n\x0bInfoRequest\"\x95\x02\n\x0cInfoResponse\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x03 \x01(\t\x12\x11\n\tattention\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x19\n\x11supports_chunking\x18\x07 \x01(\x08\x12\x16\n\x0eprefix_caching\x18\x08 \x01(\x08\x12\x11\n\tspeculate\x18\t \x01(\r\x12\x12\n\nworld_size\x18\n \x01(\r\x12\x1f\n\x17max_position_embeddings\x18\x0b \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x0c \x01(\x08\"\x0f\n\rHealthRequest\"T\n\x0eHealthResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07since_s\x18\x03 \x01(\x01\x12\x14\n\x0chung_after_s\x18\x04 \x01(\x01\"\x19\n\x17ServiceDiscoveryRequest\"(\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\"\xeb\x01\n\rWarmupRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x1d\n\x10max_input_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x04 \x01(\x04H\x02\x88\x01\x01\x12\x10\n\x08max_rows\x18\x05 \x01(\rB\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"\x9e\x01\n\x0eWarmupResponse\x12\x18\n\x10max_input_tokens\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\x13\n\x11\x43learCacheRequest\"\x14\n\x12\x43learCacheResponse\"k\n\x07\x43ommand\x12\x0c\n\x04seen\x18\x01 \x01(\x04\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x0c\x12\x1f\n\x04grow\x18\x03 \x01(\x0b\x32\x11.generate.v4.Grow\x12!\n\x05\x61\x64mit\x18\x04 \x03(\x0b\x32\x12.generate.v4.Admit\";\n\x04Grow\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x0c\".\n\tLogitBias\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xa6\x02\n\x08Sampling\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\ttypical_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x11\n\twatermark\x18\n \x01(\x08\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12*\n\nlogit_bias\x18\x0c \x01(\x0b\x32\x16.generate.v4.LogitBias\x12\x14\n\x0craw_logprobs\x18\r \x01(\x08\"q\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x03 \x01(\x0c\x12\x10\n\x08stop_ids\x18\x04 \x01(\x0c\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\":\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tbegins_at\x18\x03 \x01(\r\"\xfa\x02\n\x05\x41\x64mit\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12\x15\n\rgenerated_ids\x18\x03 \x01(\x0c\x12\x12\n\ncached_len\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.generate.v4.Sampling\x12\'\n\x08stopping\x18\x08 \x01(\x0b\x32\x15.generate.v4.Stopping\x12\r\n\x05top_n\x18\t \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x12\n\nadapter_id\x18\x0b \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_load\x18\x0c \x01(\r\x12%\n\x07grammar\x18\r \x01(\x0b\x32\x14.generate.v4.Grammar\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x14\n\x0cprompt_top_n\x18\x11 \x01(\rJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11\"O\n\tTopTokens\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\"q\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"=\n\x0cRequestError\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x80\x01\n\x07Timings\x12\x0f\n\x07plan_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x12\n\ncollect_ns\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x15\n\rdecode_tokens\x18\x06 \x01(\r\"S\n\x07Opening\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\x10\n\x08max_rows\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\xca\x03\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08kv_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x07 \x01(\x0c\x12\x18\n\x10progress_handles\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63omputed_len\x18\t \x01(\x0c\x12*\n\ntop_tokens\x18\n \x03(\x0b\x32\x16.generate.v4.TopTokens\x12\x34\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1b.generate.v4.PromptLogprobs\x12)\n\x06\x65rrors\x18\x0c \x03(\x0b\x32\x19.generate.v4.RequestError\x12\x14\n\x0crows_running\x18\r \x01(\r\x12\x14\n\x0crows_waiting\x18\x0e \x01(\r\x12\x11\n\tfree_rows\x18\x0f \x01(\r\x12%\n\x07timings\x18\x10 \x01(\x0b\x32\x14.generate.v4.Timings\x12%\n\x07opening\x18\x11 \x01(\x0b\x32\x14.generate.v4.Opening2\xba\x03\n\x0cShardService\x12;\n\x04Info\x12\x18.generate.v4.InfoRequest\x1a\x19.generate.v4.InfoResponse\x12\x41\n\x06Health\x12\x1a.generate.v4.HealthRequest\x1a\x1b.generate.v4.HealthResponse\x12_\n\x10ServiceDiscovery\x12$.generate.v4.ServiceDiscoveryRequest\x1a%.generate.v4.ServiceDiscoveryResponse\x12\x41\n\x06Warmup\x12\x1a.generate.v4.WarmupRequest\x1a\x1b.generate.v4.WarmupResponse\x12M\n\nClearCache\x12\x1e.generate.v4.ClearCacheRequest\x1a\x1f.generate.v4.ClearCacheResponse\x12\x37\n\x08Generate\x12\x14.generate.v4.Command\x1a\x11.generate.v4.Step(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btgi/proto/v4/generate.proto\x12\x0bgenerate.v4\"\r\n\x0bInfoRequest\"\x95\x02\n\x0cInfoResponse\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x03 \x01(\t\x12\x11\n\tattention\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x19\n\x11supports_chunking\x18\x07 \x01(\x08\x12\x16\n\x0eprefix_caching\x18\x08 \x01(\x08\x12\x11\n\tspeculate\x18\t \x01(\r\x12\x12\n\nworld_size\x18\n \x01(\r\x12\x1f\n\x17max_position_embeddings\x18\x0b \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x0c \x01(\x08\"\x0f\n\rHealthRequest\"f\n\x0eHealthResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07since_s\x18\x03 \x01(\x01\x12\x14\n\x0chung_after_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66inished\x18\x05 \x01(\x04\"\x19\n\x17ServiceDiscoveryRequest\"(\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\"\xeb\x01\n\rWarmupRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x1d\n\x10max_input_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x04 \x01(\x04H\x02\x88\x01\x01\x12\x10\n\x08max_rows\x18\x05 \x01(\rB\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"\x9e\x01\n\x0eWarmupResponse\x12\x18\n\x10max_input_tokens\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\x13\n\x11\x43learCacheRequest\"\x14\n\x12\x43learCacheResponse\"k\n\x07\x43ommand\x12\x0c\n\x04seen\x18\x01 \x01(\x04\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x0c\x12\x1f\n\x04grow\x18\x03 \x01(\x0b\x32\x11.generate.v4.Grow\x12!\n\x05\x61\x64mit\x18\x04 \x03(\x0b\x32\x12.generate.v4.Admit\";\n\x04Grow\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x0c\".\n\tLogitBias\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xa6\x02\n\x08Sampling\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\ttypical_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x11\n\twatermark\x18\n \x01(\x08\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12*\n\nlogit_bias\x18\x0c \x01(\x0b\x32\x16.generate.v4.LogitBias\x12\x14\n\x0craw_logprobs\x18\r \x01(\x08\"q\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x03 \x01(\x0c\x12\x10\n\x08stop_ids\x18\x04 \x01(\x0c\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\":\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tbegins_at\x18\x03 \x01(\r\"\xfa\x02\n\x05\x41\x64mit\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12\x15\n\rgenerated_ids\x18\x03 \x01(\x0c\x12\x12\n\ncached_len\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.generate.v4.Sampling\x12\'\n\x08stopping\x18\x08 \x01(\x0b\x32\x15.generate.v4.Stopping\x12\r\n\x05top_n\x18\t \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x12\n\nadapter_id\x18\x0b \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_load\x18\x0c \x01(\r\x12%\n\x07grammar\x18\r \x01(\x0b\x32\x14.generate.v4.Grammar\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x14\n\x0cprompt_top_n\x18\x11 \x01(\rJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11\"O\n\tTopTokens\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\"q\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"=\n\x0cRequestError\x12\x0e\n\x06handle\x18\x01 \x01(\x06\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x80\x01\n\x07Timings\x12\x0f\n\x07plan_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x12\n\ncollect_ns\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x15\n\rdecode_tokens\x18\x06 \x01(\r\"S\n\x07Opening\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\x10\n\x08max_rows\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\xca\x03\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08kv_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x07 \x01(\x0c\x12\x18\n\x10progress_handles\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63omputed_len\x18\t \x01(\x0c\x12*\n\ntop_tokens\x18\n \x03(\x0b\x32\x16.generate.v4.TopTokens\x12\x34\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1b.generate.v4.PromptLogprobs\x12)\n\x06\x65rrors\x18\x0c \x03(\x0b\x32\x19.generate.v4.RequestError\x12\x14\n\x0crows_running\x18\r \x01(\r\x12\x14\n\x0crows_waiting\x18\x0e \x01(\r\x12\x11\n\tfree_rows\x18\x0f \x01(\r\x12%\n\x07timings\x18\x10 \x01(\x0b\x32\x14.generate.v4.Timings\x12%\n\x07opening\x18\x11 \x01(\x0b\x32\x14.generate.v4.Opening2\xba\x03\n\x0cShardService\x12;\n\x04Info\x12\x18.generate.v4.InfoRequest\x1a\x19.generate.v4.InfoResponse\x12\x41\n\x06Health\x12\x1a.generate.v4.HealthRequest\x1a\x1b.generate.v4.HealthResponse\x12_\n\x10ServiceDiscovery\x12$.generate.v4.ServiceDiscoveryRequest\x1a%.generate.v4.ServiceDiscoveryResponse\x12\x41\n\x06Warmup\x12\x1a.generate.v4.WarmupRequest\x1a\x1b.generate.v4.WarmupResponse\x12M\n\nClearCache\x12\x1e.generate.v4.ClearCacheRequest\x1a\x1f.generate.v4.ClearCacheResponse\x12\x37\n\x08Generate\x12\x14.generate.v4.Command\x1a\x11.generate.v4.Step(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,45 +38,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEALTHREQUEST']._serialized_start=339
   _globals['_HEALTHREQUEST']._serialized_end=354
   _globals['_HEALTHRESPONSE']._serialized_start=356
-  _globals['_HEALTHRESPONSE']._serialized_end=440
-  _globals['_SERVICEDISCOVERYREQUEST']._serialized_start=442
-  _globals['_SERVICEDISCOVERYREQUEST']._serialized_end=467
-  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_start=469
-  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_end=509
-  _globals['_WARMUPREQUEST']._serialized_start=512
-  _globals['_WARMUPREQUEST']._serialized_end=747
-  _globals['_WARMUPRESPONSE']._serialized_start=750
-  _globals['_WARMUPRESPONSE']._serialized_end=908
-  _globals['_CLEARCACHEREQUEST']._serialized_start=910
-  _globals['_CLEARCACHEREQUEST']._serialized_end=929
-  _globals['_CLEARCACHERESPONSE']._serialized_start=931
-  _globals['_CLEARCACHERESPONSE']._serialized_end=951
-  _globals['_COMMAND']._serialized_start=953
-  _globals['_COMMAND']._serialized_end=1060
-  _globals['_GROW']._serialized_start=1062
-  _globals['_GROW']._serialized_end=1121
-  _globals['_LOGITBIAS']._serialized_start=1123
-  _globals['_LOGITBIAS']._serialized_end=1169
-  _globals['_SAMPLING']._serialized_start=1172
-  _globals['_SAMPLING']._serialized_end=1466
-  _globals['_STOPPING']._serialized_start=1468
-  _globals['_STOPPING']._serialized_end=1581
-  _globals['_GRAMMAR']._serialized_start=1583
-  _globals['_GRAMMAR']._serialized_end=1641
-  _globals['_ADMIT']._serialized_start=1644
-  _globals['_ADMIT']._serialized_end=2022
-  _globals['_TOPTOKENS']._serialized_start=2024
-  _globals['_TOPTOKENS']._serialized_end=2103
-  _globals['_PROMPTLOGPROBS']._serialized_start=2105
-  _globals['_PROMPTLOGPROBS']._serialized_end=2218
-  _globals['_REQUESTERROR']._serialized_start=2220
-  _globals['_REQUESTERROR']._serialized_end=2281
-  _globals['_TIMINGS']._serialized_start=2284
-  _globals['_TIMINGS']._serialized_end=2412
-  _globals['_OPENING']._serialized_start=2414
-  _globals['_OPENING']._serialized_end=2497
-  _globals['_STEP']._serialized_start=2500
-  _globals['_STEP']._serialized_end=2958
-  _globals['_SHARDSERVICE']._serialized_start=2961
-  _globals['_SHARDSERVICE']._serialized_end=3403
+  _globals['_HEALTHRESPONSE']._serialized_end=458
+  _globals['_SERVICEDISCOVERYREQUEST']._serialized_start=460
+  _globals['_SERVICEDISCOVERYREQUEST']._serialized_end=485
+  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_start=487
+  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_end=527
+  _globals['_WARMUPREQUEST']._serialized_start=530
+  _globals['_WARMUPREQUEST']._serialized_end=765
+  _globals['_WARMUPRESPONSE']._serialized_start=768
+  _globals['_WARMUPRESPONSE']._serialized_end=926
+  _globals['_CLEARCACHEREQUEST']._serialized_start=928
+  _globals['_CLEARCACHEREQUEST']._serialized_end=947
+  _globals['_CLEARCACHERESPONSE']._serialized_start=949
+  _globals['_CLEARCACHERESPONSE']._serialized_end=969
+  _globals['_COMMAND']._serialized_start=971
+  _globals['_COMMAND']._serialized_end=1078
+  _globals['_GROW']._serialized_start=1080
+  _globals['_GROW']._serialized_end=1139
+  _globals['_LOGITBIAS']._serialized_start=1141
+  _globals['_LOGITBIAS']._serialized_end=1187
+  _globals['_SAMPLING']._serialized_start=1190
+  _globals['_SAMPLING']._serialized_end=1484
+  _globals['_STOPPING']._serialized_start=1486
+  _globals['_STOPPING']._serialized_end=1599
+  _globals['_GRAMMAR']._serialized_start=1601
+  _globals['_GRAMMAR']._serialized_end=1659
+  _globals['_ADMIT']._serialized_start=1662
+  _globals['_ADMIT']._serialized_end=2040
+  _globals['_TOPTOKENS']._serialized_start=2042
+  _globals['_TOPTOKENS']._serialized_end=2121
+  _globals['_PROMPTLOGPROBS']._serialized_start=2123
+  _globals['_PROMPTLOGPROBS']._serialized_end=2236
+  _globals['_REQUESTERROR']._serialized_start=2238
+  _globals['_REQUESTERROR']._serialized_end=2299
+  _globals['_TIMINGS']._serialized_start=2302
+  _globals['_TIMINGS']._serialized_end=2430
+  _globals['_OPENING']._serialized_start=2432
+  _globals['_OPENING']._serialized_end=2515
+  _globals['_STEP']._serialized_start=2518
+  _globals['_STEP']._serialized_end=2976
+  _globals['_SHARDSERVICE']._serialized_start=2979
+  _globals['_SHARDSERVICE']._serialized_end=3421
 # @@protoc_insertion_point(module_scope)

@@ -43,16 +43,18 @@ class HealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HealthResponse(_message.Message):
-    __slots__ = ("phase", "step", "since_s", "hung_after_s")
+    __slots__ = ("phase", "step", "since_s", "hung_after_s", "finished")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SINCE_S_FIELD_NUMBER: _ClassVar[int]
     HUNG_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     phase: str
     step: int
     since_s: float
     hung_after_s: float
-    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., since_s: _Optional[float] = ..., hung_after_s: _Optional[float] = ...) -> None: ...
+    finished: int
+    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., since_s: _Optional[float] = ..., hung_after_s: _Optional[float] = ..., finished: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()

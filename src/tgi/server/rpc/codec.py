@@ -154,7 +154,11 @@ class Codec:
 
     def health(self, health: Health) -> pb.HealthResponse:
         return pb.HealthResponse(
-            phase=health.phase, step=health.step, since_s=health.since_s, hung_after_s=health.hung_after_s
+            phase=health.phase,
+            step=health.step,
+            since_s=health.since_s,
+            hung_after_s=health.hung_after_s,
+            finished=health.finished,
         )
 
     def warmup_request(self, message: pb.WarmupRequest) -> WarmupRequest:

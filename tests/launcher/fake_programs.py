@@ -1,6 +1,7 @@
 """Tiny programs under the names of server and router, and a launcher process that runs them.
 
-What they do is set by the variables FAKE_SHARD and FAKE_ROUTER; every event is a line in the file FAKE_EVENTS.
+What they do is set by the variables FAKE_SHARD and FAKE_ROUTER; every event is a line in the file FAKE_EVENTS. Shards
+answer Health, over gRPC, with what the file FAKE_HEALTH holds at that moment.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 30.0
 
-COMMON = """#!{python} -IS
+COMMON = """#!{python} {flags}
 import json, os, signal, socket, sys, time
 
 def event(name, **more):
@@ -67,17 +69,35 @@ if mode == "clear on stderr":
     sys.exit("Error: the file model.safetensors is cut off; fetch it again")
 if mode == "traceback":
     raise RuntimeError("surprise")
+starts = sum(json.loads(line)["event"] == "shard start" for line in open(os.environ["FAKE_EVENTS"]))
+if mode == "looping" and starts > 1:
+    sys.exit("the device is gone for good")
 if mode != "loading":
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
-    server.listen()
+    from concurrent import futures
+    import grpc
+    from tgi.proto.v4 import generate_pb2 as pb, generate_pb2_grpc as rpc
+
+    class Service(rpc.ShardServiceServicer):
+        def Health(self, request, context):
+            answer = {{"phase": "idle", "hung_after_s": 30.0}}
+            if os.path.exists(os.environ["FAKE_HEALTH"]):
+                answer |= json.load(open(os.environ["FAKE_HEALTH"]))
+            if answer.pop("pid", os.getpid()) != os.getpid():
+                answer = {{"phase": "idle", "hung_after_s": 30.0}}
+            event("health", finished=answer.get("finished", 0))
+            return pb.HealthResponse(**answer)
+
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    rpc.add_ShardServiceServicer_to_server(Service(), server)
+    server.add_insecure_port("unix:" + path)
+    server.start()
 event("shard ready", rank=rank)
 if mode == "stubborn":
     while wait() == signal.SIGTERM:
         event("shard ignores", rank=rank)
 if wait() == signal.SIGUSR1:
     print("the device is gone", file=sys.stderr, flush=True)
-    sys.exit(3)
+    os._exit(int(os.environ.get("FAKE_CODE_" + rank) or os.environ.get("FAKE_CODE") or 3))
 event("shard stop", rank=rank)
 """
 
@@ -97,7 +117,7 @@ if mode == "logged":
     print("2026-11-29T22:50:00.123456Z ERROR text_generation_router::cli: tgi/router/cli.py:180: no chat template")
     sys.exit(1)
 say("waiting for the shard")
-while not os.path.exists(path):
+while mode == "waiting" or not os.path.exists(path):
     if signal.sigtimedwait({{signal.SIGTERM}}, 0.005):
         event("router stop")
         sys.exit(0)
@@ -125,9 +145,10 @@ event("router stop")
 
 def write_programs(folder: Path) -> Path:
     folder.mkdir()
-    for name, body in (("text-generation-server", SHARD), ("text-generation-router", ROUTER)):
+    # The router needs the standard library only.
+    for name, flags, body in (("text-generation-server", "-I", SHARD), ("text-generation-router", "-IS", ROUTER)):
         file = folder / name
-        file.write_text((COMMON + body).format(python=sys.executable))
+        file.write_text((COMMON + body).format(python=sys.executable, flags=flags))
         file.chmod(0o755)
     return folder
 
@@ -143,7 +164,14 @@ CONFIG = {
     "vocab_size": 320,
     "max_position_embeddings": 512,
 }
-MAIN = "import sys; from pathlib import Path; from tgi.launcher.cli import main; sys.exit(main(Path(sys.argv.pop(1))))"
+MAIN = """
+import os, sys
+from pathlib import Path
+from tgi.launcher import restarts
+from tgi.launcher.cli import main
+restarts.FIRST_DELAY_S = float(os.environ["FAKE_FIRST_DELAY_S"])
+sys.exit(main(Path(sys.argv.pop(1))))
+"""
 
 
 class Launched:
@@ -194,10 +222,41 @@ class Launched:
         return [json.loads(line) for line in self._events.read_text().splitlines()] if self._events.exists() else []
 
     def names(self) -> list[str]:
-        return [event["event"] for event in self.events()]
+        """Of all events but questions for Health, which come whenever they come."""
+        return [event["event"] for event in self.events() if event["event"] != "health"]
 
     def event(self, name: str) -> dict[str, Any]:
         return next(event for event in self.events() if event["event"] == name)
+
+    def last(self, name: str) -> dict[str, Any]:
+        return next(event for event in reversed(self.events()) if event["event"] == name)
+
+    def wait_for_event(self, name: str, count: int = 1) -> dict[str, Any]:
+        """The event `name` that comes as number `count`; fails when the launcher ends or hangs before."""
+        return self.wait_for_events(lambda events: [event for event in events if event["event"] == name], count)
+
+    def wait_for_events(
+        self, choose: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], count: int
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(found := choose(self.events())) < count:
+            assert self.process.poll() is None, self.output + self.errors
+            assert time.monotonic() < deadline, self.output + self.errors
+            time.sleep(0.01)
+        return found[count - 1]
+
+    def wait_for_count(self, text: str, count: int) -> None:
+        """Returns when `count` lines with `text` are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count(text) >= count or self._closed, TIMEOUT_S)
+            assert self._count(text) >= count, self.output + self.errors
+
+    def _count(self, text: str) -> int:
+        return sum(text in line for line in self._lines)
+
+    def hit(self, name: str, number: int) -> None:
+        """Send signal `number` to the newest process that has told the event `name`."""
+        os.kill(self.last(name)["pid"], number)
 
     def assert_nobody_left(self) -> None:
         for pid in {event["pid"] for event in self.events()}:
@@ -238,6 +297,8 @@ def launched(folder: Path, argv: Sequence[str], **variables: str) -> Iterator[La
         "HF_HOME": str(folder / "hf"),
         "CUDA_VISIBLE_DEVICES": "",
         "FAKE_EVENTS": str(folder / "events"),
+        "FAKE_HEALTH": str(folder / "health"),
+        "FAKE_FIRST_DELAY_S": "0.01",
         "FAKE_CONFIG": json.dumps(CONFIG),
         **variables,
     }

@@ -46,6 +46,7 @@ def test_plain_shard(programs: Path) -> None:
     assert command.argv == (
         str(programs / "text-generation-server"),
         *("serve", "m", "--uds-path", "/tmp/x/shard", "--logger-level", "DEBUG", "--json-output"),
+        *("--hung-after", "30"),
     )
     assert command.environment == {
         "PATH": "/usr/bin:/bin",
@@ -83,13 +84,15 @@ def test_shard_with_everything(programs: Path) -> None:
         master_addr="10.0.0.1",
         huggingface_hub_cache="/data",
         weights_cache_override="/weights",
+        hung_after=2.5,
     )
     environment = {**HOST_ENVIRONMENT, "HF_API_TOKEN": "hf_1", "HF_TOKEN": "hf_2", "PREFILL_CHUNKING": "0"}
-    command = shard_command(args, 1, "/tmp/x/shard", 29501, environment, programs)
+    command = shard_command(args, 1, "/tmp/x/shard", 29501, environment, programs, budget_scale=0.9 * 0.9)
     assert command.argv[1:] == (
         *("serve", "m", "--uds-path", "/tmp/x/shard", "--logger-level", "DEBUG", "--json-output"),
         *("--trust-remote-code", "--sharded", "--dtype", "bfloat16", "--revision", "refs/pr/1"),
         *("--max-input-tokens", "100"),
+        *("--hung-after", "2.5", "--budget-scale", "0.81"),
     )
     expected = {
         "RANK": "1",
@@ -141,6 +144,7 @@ def test_router(programs: Path) -> None:
         json_output=True,
         api_key="secret-key",
         max_batch_size=3,
+        queue_timeout=2.5,
         revision="main",
         tokenizer_config_path="/t.json",
         chat_template="{{ x }}",
@@ -153,7 +157,16 @@ def test_router(programs: Path) -> None:
         *("--max-concurrent-requests", "128", "--max-best-of", "2", "--max-stop-sequences", "4"),
         *("--max-top-n-tokens", "5", "--max-client-batch-size", "4", "--max-input-tokens", "7"),
         *("--max-batch-prefill-tokens", "4096", "--max-batch-size", "3", "--waiting-served-ratio", "0.3"),
-        *("--max-waiting-tokens", "20", "--validation-workers", "2", "--payload-limit", "2000000"),
+        *(
+            "--max-waiting-tokens",
+            "20",
+            "--queue-timeout",
+            "2.5",
+            "--validation-workers",
+            "2",
+            "--payload-limit",
+            "2000000",
+        ),
         *("--hostname", "0.0.0.0", "--port", "8080", "--tokenizer-config-path", "/t.json"),
         *("--chat-template", "{{ x }}", "--tool-call-parser", "auto", "--reasoning-parser", "think"),
         *("--revision", "main"),

@@ -91,6 +91,7 @@ TGI_DEFAULTS: dict[str, Any] = {
     "max_batch_prefill_tokens": None,
     "max_batch_total_tokens": None,
     "max_waiting_tokens": 20,
+    "queue_timeout": None,
     "max_batch_size": None,
     "cuda_graphs": (1, 2, 4, 8, 16, 32),
     "hostname": "0.0.0.0",
@@ -124,7 +125,7 @@ def test_defaults_are_those_of_tgi() -> None:
     args = parse([], {}).args
     assert {name: getattr(args, name) for name in TGI_DEFAULTS} == TGI_DEFAULTS
     others = {flag.field for flag in FLAGS} - TGI_DEFAULTS.keys()
-    ours = {"tool_call_parser": "auto", "reasoning_parser": "auto"}
+    ours = {"tool_call_parser": "auto", "reasoning_parser": "auto", "hung_after": 30.0, "health_timeout": 10.0}
     assert {name: value for name in others if (value := getattr(args, name))} == ours
 
 

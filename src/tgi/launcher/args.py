@@ -142,6 +142,11 @@ class LauncherArgs:
         policy=Policy.NO_EFFECT,
         note="code of a model's repository is never run",
     )
+    model_plugins: str | None = _flag(
+        None,
+        "Folder of model files of your own, `<model_type>.py`, which come before those of the server. They run with its "
+        "rights.",
+    )
     max_concurrent_requests: int = _flag(128, "Requests taken at once; more are answered with 429.", bounds=(1, None))
     max_best_of: int = _flag(2, "Largest `best_of` of a request.")
     max_stop_sequences: int = _flag(4, "Largest number of stop sequences of a request.")
@@ -173,11 +178,22 @@ class LauncherArgs:
         bounds=(1, None),
         default_text="what the memory allows, found at warm-up",
     )
+    host_cache_bytes: int | None = _flag(
+        None,
+        "Host memory, over all shards, for cached prefixes that the KV cache gives up; they come back by copy.",
+        bounds=(0, None),
+        default_text="none: they are computed again",
+    )
     max_waiting_tokens: int = _flag(
         20,
         "Steps that running requests may take before waiting ones are started whatever --waiting-served-ratio says.",
         policy=Policy.NOTED,
         note=_NOT_CHUNKED,
+    )
+    queue_timeout: float | None = _flag(
+        None,
+        "Seconds that a request may wait to start; it is then answered with 429.",
+        default_text="as long as it takes",
     )
     max_batch_size: int | None = _flag(
         None,
@@ -282,6 +298,14 @@ class LauncherArgs:
         "Answer requests for the logprobs of the prompt.",
         policy=Policy.NO_EFFECT,
         note="they are always answered, unless REQUEST_LOGPROBS is false",
+    )
+    hung_after: float = _flag(
+        30.0,
+        "Seconds that a step of the model may take at least before its shard counts as hung and is started again; "
+        "20 times the time expected where that is longer.",
+    )
+    health_timeout: float = _flag(
+        10.0, "Seconds that a shard may leave the launcher's health checks unanswered before it is started again."
     )
     graceful_termination_timeout: int = _flag(
         90, "Seconds that running requests have to finish when the server is asked to stop.", short="-g"

@@ -16,14 +16,16 @@ import click
 
 from tgi import env, hub
 from tgi.errors import StartupError, TgiError
-from tgi.launcher import commands, supervisor
+from tgi.launcher import children, commands
 from tgi.launcher.args import PORTS, LauncherArgs, describe
 from tgi.launcher.devices import Devices, find_devices
 from tgi.launcher.parse import Parsed, parse, refuse_unsupported, remarks
+from tgi.launcher.process import Command
 from tgi.launcher.resolve import ResolvedArgs, choose_model, resolve, resolve_hostname, validate
 from tgi.launcher.runtime_env import describe_runtime
+from tgi.launcher.signals import StopAsked, StopSignals
 from tgi.launcher.sockets import SocketDirectory, check_port, free_master_port
-from tgi.launcher.supervisor import Plan, StopAsked, StopSignals, Supervisor
+from tgi.launcher.supervisor import Plan, Supervisor
 from tgi.model_config import read_model_config
 from tgi.observability.logging import mask, setup_logging
 
@@ -117,7 +119,7 @@ def _resolve(
     path = hub.find(model_id, args.revision, source)
     if path is None:
         command = commands.download_command(args, model_id, environment, programs)
-        supervisor.download(command, model_id, signals)
+        children.download(command, model_id, signals)
         path = hub.locate(model_id, args.revision, source)
     signals.check()
     return resolve(args, model_id, read_model_config(path), environment, devices)
@@ -132,19 +134,26 @@ def _plan(
     programs: Path | None,
 ) -> Plan:
     args = resolved.args
-    master_port = args.master_port
-    if resolved.num_shard > 1 and "master_port" not in parsed.given:
-        master_port = free_master_port(master_port)
-    return Plan(
-        shards=[
-            commands.shard_command(resolved, rank, sockets.prefix, master_port, environment, programs)
+    commands.find_program(commands.SERVER, environment, programs)  # told before anything starts
+
+    def shards(budget_scale: float) -> list[Command]:
+        port = args.master_port
+        if resolved.num_shard > 1 and "master_port" not in parsed.given:
+            port = free_master_port(port)
+        return [
+            commands.shard_command(resolved, rank, sockets.prefix, port, environment, programs, budget_scale)
             for rank in range(resolved.num_shard)
-        ],
+        ]
+
+    return Plan(
+        shards=shards,
         router=commands.router_command(resolved, sockets.path(0), environment, colorize, programs),
         model_id=resolved.model_id,
+        num_shard=resolved.num_shard,
         address=_address(args.hostname, args.port),
         needs_key=args.api_key is not None,
         grace_s=args.graceful_termination_timeout,
+        health_timeout_s=args.health_timeout,
     )
 
 

@@ -31,8 +31,10 @@ ROUTER_OPTIONS = (
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
     "max_batch_size",
+    "host_cache_bytes",
     "waiting_served_ratio",
     "max_waiting_tokens",
+    "queue_timeout",
     "validation_workers",
     "payload_limit",
     "hostname",
@@ -63,7 +65,7 @@ def download_command(
     args: LauncherArgs, model_id: str, environment: Mapping[str, str], beside: Path | None = None
 ) -> Command:
     argv = [find_program(SERVER, environment, beside), "download-weights", model_id]
-    argv += ["--extension", ".safetensors", "--logger-level", "INFO", "--json-output"]
+    argv += ["--extension", ".safetensors", "--logger-level", "INFO", "--json-output", "--merge-lora"]
     argv += ["--revision", args.revision] if args.revision is not None else []
     argv += ["--trust-remote-code"] if args.trust_remote_code else []
     changes = {**_no_mirrors(), **_hub_variables(args, environment), "LOG_LEVEL": None}
@@ -77,17 +79,20 @@ def shard_command(
     master_port: int,
     environment: Mapping[str, str],
     beside: Path | None = None,
+    budget_scale: float = 1.0,
 ) -> Command:
-    """`uds_prefix`: the shard adds its rank."""
+    """`uds_prefix`: the shard adds its rank. `budget_scale`: of its prefill budget."""
     args = resolved.args
     argv = [find_program(SERVER, environment, beside), "serve", resolved.model_id]
     argv += ["--uds-path", uds_prefix, "--logger-level", finest_level(env.get("LOG_LEVEL", environment))]
     argv += ["--json-output"]
     argv += ["--trust-remote-code"] if args.trust_remote_code else []
     argv += ["--sharded"] if resolved.num_shard > 1 else []
-    for name in ("dtype", "revision", "max_input_tokens"):
+    for name in ("dtype", "revision", "max_input_tokens", "model_plugins"):
         value = getattr(args, name)
         argv += [_option(name), str(value)] if value is not None else []
+    argv += ["--hung-after", f"{args.hung_after:g}"]
+    argv += ["--budget-scale", f"{budget_scale:.6g}"] if budget_scale != 1 else []
     argv += _tracing(args)
     changes: dict[str, str | None] = {
         **_no_mirrors(),

@@ -36,7 +36,7 @@ class Child:
     """
 
     def __init__(self, command: Command, on_stdout: OnLine, on_stderr: OnLine, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, from a thread, when the child has closed its output: it has ended or soon will."""
+        """`on_end` is called, from a thread, when the child has closed its output and ended."""
         self.name = command.name
         self.exit_code: int | None = None
         self._popen = subprocess.Popen(
@@ -50,8 +50,8 @@ class Child:
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self._readers = [
-            threading.Thread(target=_read, args=(self._popen.stdout, on_stdout, on_end), daemon=True),
-            threading.Thread(target=_read, args=(self._popen.stderr, on_stderr, None), daemon=True),
+            threading.Thread(target=self._read_to_end, args=(self._popen.stdout, on_stdout, on_end), daemon=True),
+            threading.Thread(target=_read, args=(self._popen.stderr, on_stderr), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
@@ -92,6 +92,13 @@ class Child:
         except ValueError:
             return f"was killed by signal {-self.exit_code}"
 
+    def _read_to_end(self, pipe: IO[bytes], on_line: OnLine, on_end: Callable[[], None]) -> None:
+        _read(pipe, on_line)
+        # A process closes its files a moment before its end can be seen.
+        with contextlib.suppress(ChildProcessError):  # the main thread has seen it first
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        on_end()
+
     def _signal_group(self, number: signal.Signals) -> None:
         # It leads its own session, so this reaches what it has started too. On some systems a group of dead processes
         # only may not be signalled.
@@ -106,9 +113,7 @@ def _tethered(argv: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-I", "-S", tether, str(os.getpid()), *argv]
 
 
-def _read(pipe: IO[bytes], on_line: OnLine, on_end: Callable[[], None] | None) -> None:
+def _read(pipe: IO[bytes], on_line: OnLine) -> None:
     with pipe:
         for raw in pipe:
             on_line(raw.decode("utf-8", errors="replace").rstrip("\r\n"))
-    if on_end is not None:
-        on_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,6 +84,10 @@ def validate(args: LauncherArgs) -> None:
                 raise _invalid(
                     f"`{name}` must be <= `max_batch_total_tokens`. Given: {value} and {args.max_batch_total_tokens}"
                 )
+    for name in ("hung_after", "health_timeout"):
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            raise _invalid(f"`{name}` must be > 0. Given: {value}")
     if args.api_key == "":
         raise _invalid("`api_key` is empty: give a key, or leave --api-key out to serve without one")
     if not 0 < args.cuda_memory_fraction <= 1:

@@ -22,7 +22,7 @@ class SocketDirectory:
     def __init__(self, prefix: str | None) -> None:
         self._directory = None if prefix else tempfile.mkdtemp(prefix="tgi-")
         self.prefix = prefix or os.path.join(self._directory or "", "shard")
-        self._ours: list[Path] = []
+        self._ours: set[Path] = set()
 
     def path(self, rank: int) -> Path:
         return Path(f"{self.prefix}-{rank}")
@@ -31,12 +31,16 @@ class SocketDirectory:
         """Remove what an earlier server left. Raises StartupError when a path cannot be used."""
         for path in [self.path(rank) for rank in range(num_shard)]:
             _prepare(path)
-            self._ours.append(path)
+            self._ours.add(path)
 
-    def close(self) -> None:
-        """Remove the sockets that were prepared, and the directory if it is ours."""
+    def remove(self) -> None:
+        """Remove the sockets that were prepared: whoever listened there has ended."""
         for path in self._ours:
             path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """The same, and the directory if it is ours."""
+        self.remove()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -54,7 +58,7 @@ def check_port(hostname: str, port: int) -> None:
 
 
 def free_master_port(port: int) -> int:
-    """`port` if it is free on this host, else one that is."""
+    """`port` if it can be bound on this host, else one that can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

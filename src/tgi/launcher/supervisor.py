@@ -1,139 +1,66 @@
-"""Download, start, watch, stop: the launcher's loop, in the main thread.
+"""Start, watch, start again, stop: the launcher's loop, in the main thread.
 
-Signals and ends of children are queued, a tick handles them. Knows commands, not what is in them.
+Signals, ends of children and verdicts of the watchdog are queued, a turn handles them. Knows commands, not what is in
+them.
 
-What a death means is decided in `_check_children` alone: today every death ends the server.
+What a death means is decided here alone. Until the server has been announced, every death ends the start. From then on
+what died is started again, shards all together, the router alone, as long as `restarts` allows it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from types import FrameType
 
-from tgi.errors import TgiError
-from tgi.launcher.log_relay import Relay, RouterRelay, SpanRelay
-from tgi.launcher.process import Child, Command
+from tgi.launcher.children import TICK_S, LauncherFailed, Program, ending
+from tgi.launcher.log_relay import RouterRelay
+from tgi.launcher.process import Command
+from tgi.launcher.restarts import LIMIT, WINDOW_S, Restarts
+from tgi.launcher.shard_group import BLAME_S, ShardGroup
+from tgi.launcher.signals import StopAsked, StopSignals
 from tgi.launcher.sockets import SocketDirectory
 
 logger = logging.getLogger("tgi.launcher")
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TICK_S = 0.1
+SHORT_TICK_S = 0.01
 WAITING_LINE_S = 10.0
 # While starting there is no request to wait for.
 STARTING_GRACE_S = 5.0
 # After a failure there is none that could finish.
 FAILED_GRACE_S = 5.0
-# A dying shard closes its connections before its end can be seen: whoever ends first is not always to blame.
-BLAME_S = 1.0
-
-
-class LauncherFailed(TgiError):
-    """The server cannot go on. The text starts with TGI's word for it: `ShardFailed: …`."""
-
-
-class StopAsked(Exception):
-    """A signal asked the launcher to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything to run, ready made."""
 
-    shards: Sequence[Command]
+    shards: Callable[[float], Sequence[Command]]  # a command per rank, for a scale of the prefill budget
     router: Command
     model_id: str
+    num_shard: int
     address: str  # "http://127.0.0.1:3000"
     needs_key: bool
     grace_s: float  # that running requests have at a stop
-
-
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP as a queue. Takes the signals at `with`, gives them back after."""
-
-    def __init__(self) -> None:
-        # SimpleQueue.put may be called from a signal handler while the main thread is inside get.
-        self.events: SimpleQueue[signal.Signals | None] = SimpleQueue()
-        self.count = 0
-
-    def __enter__(self) -> StopSignals:
-        # Under nohup a hang-up is not ours to hear.
-        is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = [number for number in STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP)]
-        self._previous = {number: signal.signal(number, self._handle) for number in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def wake(self) -> None:
-        """End the running tick early: something has happened to a child."""
-        self.events.put(None)
-
-    def check(self) -> None:
-        """Raises StopAsked when a signal has come."""
-        self.tick(0.0)
-        if self.count:
-            raise StopAsked
-
-    def tick(self, longest_s: float) -> None:
-        """Wait for the next event, at most `longest_s`, and take in all that have come."""
-        with contextlib.suppress(Empty):
-            self._take(self.events.get(timeout=max(longest_s, 0.0)))
-            while True:
-                self._take(self.events.get_nowait())
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.events.put(signal.Signals(number))
-
-    def _take(self, event: signal.Signals | None) -> None:
-        if event is None:
-            return
-        self.count += 1
-        if self.count == 1:
-            logger.info("%s received: stopping", event.name)
-        else:
-            logger.warning("%s received again: stopping now, without waiting for running requests", event.name)
-
-
-class _Process:
-    """A child and what it has said."""
-
-    def __init__(self, command: Command, relay: Relay, signals: StopSignals) -> None:
-        self.relay = relay
-        try:
-            self.child = Child(command, relay.stdout, relay.stderr, signals.wake)
-        except OSError as error:
-            raise LauncherFailed(f"cannot start {command.name} ({command.argv[0]}): {error.strerror}") from error
-
-    def reason(self, starting: bool) -> str:
-        """Why it ended, in one line: its own clear line if it gave one. Else, or if it has been serving, what it wrote
-        last goes to the log first."""
-        if self.relay.reason is None or not starting:
-            for line in self.relay.last_words():
-                logger.error("%s: %s", self.child.name, line)
-        ended = f"{self.child.name} {self.child.how_it_ended()}"
-        return self.relay.reason or (f"{ended}: {self.relay.last_line}" if self.relay.last_line else ended)
+    health_timeout_s: float  # how long a shard may leave Health unanswered
 
 
 class Supervisor:
     def __init__(self, plan: Plan, sockets: SocketDirectory, signals: StopSignals) -> None:
         self._plan = plan
-        self._sockets = sockets
         self._signals = signals
-        self._shards: list[_Process] = []
-        self._router: _Process | None = None
-        self._ready_shards: set[int] = set()
-        self._connected = False
+        self._shards = ShardGroup(plan.shards, sockets, signals, plan.health_timeout_s)
+        self._router: Program | None = None
+        self._restarts = Restarts(time.monotonic)
+        # When what has died is to be started again; None while it runs.
+        self._shards_due: float | None = None
+        self._router_due: float | None = None
+        self._connected = False  # the running router has said so
+        self._connected_told = False
         self._announced = False
         self._started_at = time.monotonic()
+        self._router_started_at = self._started_at
         self._next_waiting_line = self._started_at + WAITING_LINE_S
 
     def run(self) -> None:
@@ -143,55 +70,59 @@ class Supervisor:
             try:
                 self._start()
                 while True:
-                    self._signals.tick(TICK_S)
+                    self._signals.tick(self._turn_s())
                     self._signals.check()
                     self._note_progress()
-                    self._check_children()
+                    self._tend_shards()
+                    self._tend_router()
             except StopAsked:
-                self._stop_router(self._grace_s(), watch_shards=True)
+                self._stop_router(self._grace_s(), watch_shards=not self._is_starting_again())
                 grace_s = self._grace_s()
             finally:
                 self._stop_router(grace_s, watch_shards=False)
-                _stop([shard.child for shard in self._shards], grace_s, self._signals)
+                self._shards.stop(grace_s)
         finally:
             self._kill_everything()
 
     def _start(self) -> None:
         """Shards and router side by side: the router waits for the sockets by itself."""
-        logger.info("Loading %s in %d shard(s)", self._plan.model_id, len(self._plan.shards))
-        self._sockets.prepare(len(self._plan.shards))
-        self._started_at = time.monotonic()
-        self._next_waiting_line = self._started_at + WAITING_LINE_S
-        for rank, command in enumerate(self._plan.shards):
-            relay = SpanRelay({"name": "shard-manager", "rank": rank})
-            logger.info("Starting shard", extra={"span": {"name": "shard-manager", "rank": rank}})
-            self._shards.append(_Process(command, relay, self._signals))
+        logger.info("Loading %s in %d shard(s)", self._plan.model_id, self._plan.num_shard)
+        self._shards.start()
         logger.info("Starting Webserver")
-        relay = RouterRelay(self._on_connected)
-        self._router = _Process(self._plan.router, relay, self._signals)
+        self._start_router()
+
+    def _start_router(self) -> None:
+        self._connected = self._connected_told = False
+        self._router_started_at = time.monotonic()
+        self._router = Program(self._plan.router, RouterRelay(self._on_connected), self._signals)
 
     def _on_connected(self) -> None:
         # In the router's reader thread: the main thread announces.
         self._connected = True
         self._signals.wake()
 
+    def _turn_s(self) -> float:
+        """How long this turn may wait for an event."""
+        now = time.monotonic()
+        dues = [due for due in (self._shards_due, self._router_due) if due is not None]
+        return min([TICK_S, *(max(due - now, SHORT_TICK_S) for due in dues)])
+
     def _note_progress(self) -> None:
         now = time.monotonic()
-        for rank in range(len(self._shards)):
-            if rank not in self._ready_shards and self._sockets.path(rank).is_socket():
-                self._ready_shards.add(rank)
-                span = {"name": "shard-manager", "rank": rank}
-                logger.info("Shard ready in %.1fs", now - self._started_at, extra={"span": span})
-        if self._connected and not self._announced:
-            self._announced = True
-            self._announce(now - self._started_at)
-        if not self._announced and now >= self._next_waiting_line:
+        if self._shards.has_finished_requests():
+            self._restarts.note_finished()
+        self._shards.tell_ready()
+        if self._connected and not self._connected_told:
+            self._connected_told = True
+            if self._announced:
+                logger.info("Webserver serves again after %.1fs", now - self._router_started_at)
+            else:
+                self._announced = True
+                self._announce(now - self._started_at)
+        if now >= self._next_waiting_line:
             self._next_waiting_line = now + WAITING_LINE_S
-            for rank in range(len(self._shards)):
-                if rank not in self._ready_shards:
-                    span = {"name": "shard-manager", "rank": rank}
-                    logger.info("Waiting for shard to be ready...", extra={"span": span})
-            if len(self._ready_shards) == len(self._shards):
+            self._shards.tell_waiting()
+            if not self._announced and self._shards.is_ready:
                 logger.info("Waiting for the warm-up...")
 
     def _announce(self, seconds: float) -> None:
@@ -203,22 +134,63 @@ class Supervisor:
             "Ready: %s serves %s (after %.1fs). Try:\n\n%s\n", self._plan.address, self._plan.model_id, seconds, curl
         )
 
-    def _check_children(self) -> None:
-        self._check_shards()
-        assert self._router is not None
-        if self._router.child.has_ended():
-            deadline = time.monotonic() + BLAME_S
-            while time.monotonic() < deadline:
-                self._check_shards()
-                self._signals.tick(TICK_S / 2)
-            word = "WebserverFailed" if self._announced else "WebserverCannotStart"
-            raise LauncherFailed(f"{word}: {self._router.reason(starting=not self._announced)}")
+    def _tend_shards(self) -> None:
+        if self._shards_due is None:
+            self._check_shards()
+        elif self._shards.has_ended() and time.monotonic() >= self._shards_due:
+            self._shards_due = None
+            self._shards.start()
+            self._next_waiting_line = time.monotonic() + WAITING_LINE_S
 
     def _check_shards(self) -> None:
-        for rank, shard in enumerate(self._shards):
-            if shard.child.has_ended():
-                word = "ShardFailed" if self._announced else "ShardCannotStart"
-                raise LauncherFailed(f"{word}: rank {rank}: {shard.reason(starting=not self._announced)}")
+        failure = self._shard_failure()
+        if failure is not None:
+            self._shards.kill()
+            self._shards_due = self._due_again(failure, "the shards")
+
+    def _shard_failure(self) -> str | None:
+        death = self._shards.find_death(starting=not self._announced)
+        if death is None:
+            return None
+        return f"{'ShardFailed' if self._announced else 'ShardCannotStart'}: rank {death.rank}: {death.reason}"
+
+    def _tend_router(self) -> None:
+        assert self._router is not None
+        if self._router_due is not None:
+            if time.monotonic() >= self._router_due:
+                self._router_due = None
+                self._start_router()
+        elif self._router.child.has_ended():
+            if not self._announced:
+                self._blame_shards()
+            word = "WebserverFailed" if self._announced else "WebserverCannotStart"
+            failure = f"{word}: {self._router.reason(starting=not self._connected)}"
+            self._router_due = self._due_again(failure, "the webserver")
+
+    def _blame_shards(self) -> None:
+        """A dying shard closes its connections before its end can be seen, and the router ends by that. Raises
+        LauncherFailed."""
+        deadline = time.monotonic() + BLAME_S
+        while time.monotonic() < deadline:
+            self._check_shards()
+            self._signals.tick(TICK_S / 2)
+
+    def _due_again(self, failure: str, what: str) -> float:
+        """When `what` is to be started again. Raises LauncherFailed when it is not."""
+        if not self._announced:
+            raise LauncherFailed(failure)
+        restart = self._restarts.next()
+        if restart is None:
+            raise LauncherFailed(
+                f"{failure} (given up: {LIMIT} restarts within {WINDOW_S / 60:g} minutes, "
+                "and no request has finished in between)"
+            )
+        pause = f"in {restart.delay_s:g} s" if restart.delay_s else "at once"
+        logger.error("%s", failure)
+        logger.warning(
+            "Starting %s again %s (restart %d of %d until a request finishes)", what, pause, restart.number, LIMIT
+        )
+        return time.monotonic() + restart.delay_s
 
     def _stop_router(self, grace_s: float, watch_shards: bool) -> None:
         """Let the router finish its requests. With `watch_shards` a shard that dies meanwhile is a failure."""
@@ -226,57 +198,21 @@ class Supervisor:
         if router is None or router.child.has_ended():
             return
         logger.info("Terminating webserver")
-        for _ in _ending([router.child], grace_s, self._signals):
-            if watch_shards:
-                self._check_shards()
+        for _ in ending([router.child], grace_s, self._signals):
+            if watch_shards and (failure := self._shard_failure()) is not None:
+                self._shards.kill()
+                raise LauncherFailed(failure)
         logger.info("webserver terminated")
+
+    def _is_starting_again(self) -> bool:
+        """Of shards that do, nobody expects that they finish anything."""
+        return self._shards_due is not None or (self._shards.num_starts > 1 and not self._shards.is_ready)
 
     def _grace_s(self) -> float:
         return self._plan.grace_s if self._announced else min(self._plan.grace_s, STARTING_GRACE_S)
 
     def _kill_everything(self) -> None:
         """The last resort, when even stopping has raised."""
-        for process in [*self._shards, *([self._router] if self._router else [])]:
-            process.child.kill()
-
-
-def download(command: Command, model_id: str, signals: StopSignals) -> None:
-    """Run the download command to its end. Raises LauncherFailed, or StopAsked after stopping it."""
-    logger.info("Starting check and download process for %s", model_id)
-    process = _Process(command, SpanRelay({"name": "download"}), signals)
-    try:
-        while not process.child.has_ended():
-            signals.tick(TICK_S)
-            signals.check()
-    finally:
-        _stop([process.child], STARTING_GRACE_S, signals)
-    if process.child.exit_code != 0:
-        raise LauncherFailed(f"DownloadError: {process.reason(starting=True)}")
-    logger.info("Successfully downloaded weights for %s", model_id)
-
-
-def _stop(children: Sequence[Child], grace_s: float, signals: StopSignals) -> None:
-    names = ", ".join(child.name for child in children if not child.has_ended())
-    if names:
-        logger.info("Terminating %s", names)
-        for _ in _ending(children, grace_s, signals):
-            pass
-        logger.info("%s terminated", names)
-
-
-def _ending(children: Sequence[Child], grace_s: float, signals: StopSignals) -> Iterator[None]:
-    """Ask, wait, kill. Yields once per tick until all have ended."""
-    for child in children:
-        child.terminate()
-    deadline = time.monotonic() + grace_s
-    killed = False
-    while not all(child.has_ended() for child in children):
-        hurried = signals.count > 1
-        if not killed and (hurried or time.monotonic() >= deadline):
-            if not hurried:
-                logger.warning("Not ended after %.0f s: killing", grace_s)
-            for child in children:
-                child.kill()
-            killed = True
-        yield
-        signals.tick(TICK_S if killed else min(TICK_S, deadline - time.monotonic()))
+        self._shards.kill()
+        if self._router is not None:
+            self._router.child.kill()

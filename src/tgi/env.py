@@ -111,6 +111,7 @@ VARIABLES: Mapping[str, Variable] = _table(
     Variable("HF_HUB_CACHE", Kind.TEXT, None, "all", "folder that holds the cached models"),
     Variable("HUGGINGFACE_HUB_CACHE", Kind.TEXT, None, "all", "older name of HF_HUB_CACHE"),
     Variable("XDG_CACHE_HOME", Kind.TEXT, None, "all", "where `huggingface/hub` lies when none of the above is set"),
+    Variable("HF_ENDPOINT", Kind.TEXT, None, "all", "address of the model hub, where it is a mirror"),
     Variable("HF_HUB_OFFLINE", Kind.BOOL, False, "all", "never ask the hub, use what is on this machine"),
     Variable(
         "HF_HUB_ENABLE_HF_TRANSFER", Kind.BOOL, True, "", "faster downloads; the hub's client now always has them"
@@ -119,6 +120,14 @@ VARIABLES: Mapping[str, Variable] = _table(
     Variable("HF_HUB_USER_AGENT_ORIGIN", Kind.TEXT, None, "all", "named to the hub in requests"),
     Variable("HF_KERNELS_CACHE", Kind.TEXT, None, "", "folder of kernels fetched from the hub"),
     Variable("WEIGHTS_CACHE_OVERRIDE", Kind.TEXT, None, "all", "folder that directly holds the model's files"),
+    # Tests.
+    Variable(
+        "TGI_FAULTS",
+        Kind.TEXT,
+        None,
+        "server",
+        "for tests only: faults that the model server makes itself, `kind:key=value,…;…`",
+    ),
     # Logs.
     Variable("LOG_LEVEL", Kind.TEXT, "info", "launcher, router", "`error`, `warn`, `info`, `debug`, `trace`"),
     Variable("LOG_COLORIZE", Kind.BOOL, None, "launcher, router", "colours in the log; unset: on a terminal only"),

@@ -55,6 +55,13 @@ def serve(
     otlp_service_name: str = "text-generation-inference.server",
     max_input_tokens: int | None = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights made on the device")] = "auto",
+    hung_after: Annotated[float, typer.Option(help="seconds; least time after which a step counts as hung")] = 30.0,
+    budget_scale: Annotated[
+        float, typer.Option(help="of the prefill budget: below 1 after running out of memory")
+    ] = 1.0,
+    model_plugins: Annotated[
+        str | None, typer.Option(help="folder of model files of your own, <model_type>.py; they run with your rights")
+    ] = None,
 ) -> None:
     """Serve one rank of a model on a Unix socket."""
     setup_logging("shard", logger_level, json_output)
@@ -83,6 +90,9 @@ def serve(
             otlp_service_name=otlp_service_name,
             max_input_tokens=max_input_tokens,
             load_format=load_format,
+            hung_after=hung_after,
+            budget_scale=budget_scale,
+            model_plugins=model_plugins,
         )
         return run_server(resolve(args, hub.locate(model_id, revision), detect()))
 
@@ -94,19 +104,28 @@ def download_weights(
     model_id: str,
     revision: str | None = None,
     extension: str = ".safetensors",
-    auto_convert: Annotated[bool, typer.Option("--auto-convert/--no-auto-convert")] = True,
+    auto_convert: Annotated[
+        bool | None,
+        typer.Option(
+            "--auto-convert/--no-auto-convert",
+            help="convert pickled weights (.bin, .pt) to safetensors; if not given, as --trust-remote-code says",
+        ),
+    ] = None,
     logger_level: str = "INFO",
     json_output: bool = False,
     trust_remote_code: bool = False,
-    merge_lora: bool = False,
+    merge_lora: Annotated[bool, typer.Option(help="merge an adapter into its base model")] = False,
 ) -> None:
-    """Fetch a model's files into the hub's cache."""
+    """Fetch a model into the hub's cache, and make of its files what can be served."""
     setup_logging("shard", logger_level, json_output)
 
     def run() -> int:
+        from tgi.server.prepare.command import prepare
+
         if extension != ".safetensors":
-            raise StartupError(f"--extension {extension} is not supported: only .safetensors weights are fetched")
-        log.info("Files are present at %s", hub.download(model_id, revision))
+            raise StartupError(f"--extension {extension} is not supported: weights are served as safetensors")
+        convert = trust_remote_code if auto_convert is None else auto_convert
+        log.info("Files are present at %s", prepare(model_id, revision, convert=convert, merge=merge_lora))
         return 0
 
     _run(run)

@@ -30,5 +30,8 @@ class ShardConfig:
     cuda_memory_fraction: float
     max_batch_size: int | None
     load_format: str = "auto"  # "dummy": random weights made on the device
+    hung_after: float = 30.0  # seconds: a running step that takes less is never hung
+    budget_scale: float = 1.0  # of the prefill budget
+    model_plugins: Path | None = None  # a folder whose <model_type>.py come before the server's own
     otlp_endpoint: str | None = None
     otlp_service_name: str = "text-generation-inference.server"

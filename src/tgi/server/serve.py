@@ -23,9 +23,11 @@ from tgi.observability.tracing import open_tracer
 from tgi.server.attention.select import make_backend
 from tgi.server.config import ShardConfig
 from tgi.server.distributed.group import Group, make_group
+from tgi.server.engine.device import Device
 from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
 from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
+from tgi.server.engine.out_of_memory import is_out_of_memory
 from tgi.server.engine.row_spans import RowSpans
 from tgi.server.engine.runner import ModelRunner
 from tgi.server.engine.service import Shard
@@ -38,18 +40,21 @@ from tgi.server.platforms.platform import Platform
 from tgi.server.rpc.interceptors import ErrorInterceptor
 from tgi.server.rpc.v3 import DEFAULT_MAX_ROWS, V3Service
 from tgi.server.rpc.v4 import FollowerService, V4Service
-from tgi.server.weights.checkpoint import Checkpoint, open_checkpoint
+from tgi.server.weights.checkpoint import open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
+from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
 from tgi.shard_client.messages import ShardInfo
 
 if TYPE_CHECKING:
     from tgi.observability.otlp import Tracer
+    from tgi.server.engine.faults import Tamper
 
 log = logging.getLogger(__name__)
 
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 RPC_THREADS = 16  # a stream holds one while it lasts; health must always find one
 STOP_GRACE_S = 2.0
+OUT_OF_MEMORY = 75  # exit code (EX_TEMPFAIL): start again with a smaller --budget-scale
 
 
 def serve(config: ShardConfig) -> int:
@@ -82,15 +87,17 @@ def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: 
     log.info("Loading %s (%s, %s)", config.model_id, config.dtype, config.device)
     dtype = getattr(torch, config.dtype)
     if config.load_format == "dummy":
-        checkpoint: Checkpoint = DummyCheckpoint(dtype, device)
+        checkpoint = TrackedCheckpoint(DummyCheckpoint(dtype, device))
     else:
-        checkpoint = open_checkpoint(config.model_path)
+        checkpoint = TrackedCheckpoint(open_checkpoint(config.model_path))
     try:
-        model = build_model(model_config, checkpoint, dtype, device, group)
+        model = build_model(model_config, checkpoint, dtype, device, group, plugins=config.model_plugins)
+        has_drafts = bool(model_config.raw.get("num_nextn_predict_layers"))
+        checkpoint.check_all_read(model_config.num_layers if has_drafts else None)
     finally:
         checkpoint.close()
-    backend = make_backend(config.attention, config.block_size)
     shape = model.cache_shape
+    backend = make_backend(config.attention, config.block_size, shape.options)
     backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
     log.info("Loaded in %.1f s", time.perf_counter() - started)
     return ModelRunner(model, backend, device, dtype, group, watermark=(config.watermark_gamma, config.watermark_delta))
@@ -105,7 +112,7 @@ def _lead(
     tracer: Tracer | None,
 ) -> int:
     device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
-    liveness = Liveness()
+    liveness = Liveness(config.hung_after)
     loop = Loop(liveness)
     info = ShardInfo(
         model_type=model_config.model_type,
@@ -123,7 +130,8 @@ def _lead(
     )
     warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
     spans = None if tracer is None else RowSpans(tracer)
-    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary), spans)
+    served_by, tamper = _faulty(device)
+    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary), spans, served_by, tamper)
     server, url = _bind(config)
     # Only rank 0 is named: it answers for every id.
     V4Service(shard, [url]).add_to(server)
@@ -135,7 +143,8 @@ def _lead(
     server.stop(STOP_GRACE_S).wait()
     if loop.failure is not None:
         log.error("Error: the device failed: %s", loop.failure)
-        return 1
+        # Ranks cannot try a step again in halves: the group starts anew with smaller steps.
+        return OUT_OF_MEMORY if config.world_size > 1 and is_out_of_memory(loop.failure) else 1
     device.stop()
     return 0
 
@@ -143,15 +152,27 @@ def _lead(
 def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform) -> int:
     wire = join_leader(runner.group, config.master_addr, runner.device)
     server, url = _bind(config)
-    FollowerService().add_to(server)
+    liveness = Liveness(config.hung_after)
+    FollowerService(liveness).add_to(server)
     server.start()
     log.info("Rank %d of %d follows at %s", config.rank, config.world_size, url)
     # The leader's stop ends this, not the signal: plans may still be on their way. The launcher kills what does not
     # end.
     with _on_signals(lambda: None):
-        follow(runner, wire, free_bytes(platform, runner.device, config))
+        follow(runner, wire, free_bytes(platform, runner.device, config), liveness)
     server.stop(STOP_GRACE_S).wait()
     return 0
+
+
+def _faulty(device: LeaderDevice) -> tuple[Device, Tamper | None]:
+    """The device, behind the faults that a test has asked for."""
+    text = env.get("TGI_FAULTS")
+    if text is None:
+        return device, None
+    from tgi.server.engine.faults import FaultyDevice, Tamper, parse_faults
+
+    tamper = Tamper()
+    return FaultyDevice(device, parse_faults(text), tamper), tamper
 
 
 @contextmanager

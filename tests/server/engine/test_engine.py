@@ -157,6 +157,24 @@ def test_a_row_without_room_sits_out_and_goes_on_when_it_grows() -> None:
     assert ends == {1: EndReason.LENGTH}
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_with_room_for_a_part_of_it_waits_where_it_is_not_chunked(chunked: bool) -> None:
+    engine, _ = make_engine(chunked=chunked)
+    blocks = Blocks()
+    engine.apply(Command(admit=[admit(1, list(range(10)), 3, blocks.take(1))]))  # four positions of ten
+    if chunked:
+        assert engine.step() is not None
+    assert engine.step() is None
+    stalled = engine.idle_step()
+    assert stalled is not None
+    assert stalled.rows_waiting == 1
+    engine.apply(Command(grow=[(1, blocks.take(3))]))
+    ids, ends, steps = run(engine)
+    assert ids == {1: expected_ids(list(range(10)), 3, 0, 1000)}
+    assert ends == {1: EndReason.LENGTH}
+    assert steps[-1].rows_waiting == 0
+
+
 def test_results_are_read_by_the_snapshot_when_a_row_is_given_away_in_one_command() -> None:
     engine, _ = make_engine(FakeDevice(BLOCK, lag=2, depth=2), max_rows=1)
     blocks = Blocks()

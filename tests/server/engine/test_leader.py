@@ -67,14 +67,14 @@ def start() -> tuple[LeaderDevice, RecordingRunner, RecordingRunner, threading.T
 def test_followers_are_told_every_decision_in_order() -> None:
     leader, leading, following, thread, failures = start()
     admit = Admit(5, b"\1\0\0\0", b"", 0, b"\1\0\0\0", Sampling(), Stopping(4))
-    leader.allocate(10, 4, 100)
+    leader.allocate(10, 4, 100, 7)
     leader.apply(RowChanges([2], [(1, admit)], [(1, 0, np.array([1, 2], np.int32))]))
     leader.launch(plan())
     leader.stop()
     thread.join(20)
     assert not failures
     sizes, changes, launched = following.told
-    assert sizes == (10, 4, 100) == leading.told[0]
+    assert sizes == (10, 4, 100, 7) == leading.told[0]
     assert (changes.removed, changes.added) == ([], []), "sampling state lives on rank 0 alone"
     assert [(row, first, numbers.tolist()) for row, first, numbers in changes.blocks] == [(1, 0, [1, 2])]
     for name in StepPlan.__slots__:

@@ -25,12 +25,13 @@ from tgi.enums import EndReason
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.device import Chosen, Constraint, Device
+from tgi.server.engine.out_of_memory import Squeeze, is_out_of_memory, release_memory, split
 from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
 from tgi.server.engine.prompt_scores import plan_scoring, read_scores
 from tgi.server.engine.row_spans import RowSpans
 from tgi.server.grammar.mask import Masks
 from tgi.server.sampling.logprobs import keep_top
-from tgi.shard_client.messages import Admit, Command, Opening, RowError, Step, Timings, TopTokens
+from tgi.shard_client.messages import Admit, BlockMoves, Command, Opening, RowError, Step, Timings, TopTokens
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class InFlight:
     has_chosen: bool = True  # False: launched up to its choices
 
 
+OOM_RETRIES = 2  # of a single token, with nothing left to make smaller
+
 # While a step's choices wait for masks.
 MASK_POLL_S = 0.0005
 MASK_GRACE_S = 0.002  # behind the end of the forward
@@ -69,6 +72,7 @@ class Limits:
     budget: PrefillBudget
     num_blocks: int
     kv_epoch: int
+    num_host_blocks: int = 0
     world_size: int = 1
     decode_s: float = 0.0  # of the fastest step
     token_s: float = 0.0  # of one prompt token
@@ -102,13 +106,17 @@ class Engine:
         self._top_n = [0] * (table.max_rows + 1)
         self._in_flight: deque[InFlight] = deque()
         self._pending = Pending()
+        self._squeeze = Squeeze()
+        self._yielded = [False] * (table.max_rows + 1)  # by row: has it chosen an id here
         self._number = 0  # of the last step launched or reported
         self._seen = 0
+        self.finished = 0  # rows that chose an id and ended without a fault; one writer, any reader
 
     # --- the stream --------------------------------------------------------
 
     def open(self) -> Step:
         """A new stream: no rows, steps count from 0. What is still in flight will be dropped by the snapshot."""
+        self._yielded = [False] * len(self._yielded)  # rows that are dropped have not finished
         for handle in self.table.handles():
             self._remove(handle)
         while self._in_flight:
@@ -124,12 +132,15 @@ class Engine:
                 max_rows=self.table.max_rows,
                 num_blocks=self.limits.num_blocks,
                 block_size=self.table.block_size,
+                num_host_blocks=self.limits.num_host_blocks,
             ),
         )
 
     def apply(self, command: Command) -> None:
-        """Cancel, then grow, then admit; all of it before the next step (rule 1). Unknown handles are ignored (rule
-        4)."""
+        """Moves, then cancel, grow and admit; all of it before the next step (rule 1). Unknown handles are ignored
+        (rule 4). Raises ValueError, with nothing changed, where a block that is to be moved does not exist."""
+        if command.moves:
+            self._move(command.moves)
         self._seen = max(self._seen, command.seen)
         for handle in command.cancel:
             self._remove(handle)
@@ -137,6 +148,15 @@ class Engine:
             self._grow(handle, blocks)
         for admit in command.admit:
             self._admit(admit)
+
+    def _move(self, moves: BlockMoves) -> None:
+        on_host = np.frombuffer(moves.to_host, np.uint8) > 0
+        sources, targets = np.frombuffer(moves.sources, np.uint32), np.frombuffer(moves.targets, np.uint32)
+        cached, hosted = np.where(on_host, sources, targets), np.where(on_host, targets, sources)
+        limits = self.limits
+        if cached.max() >= limits.num_blocks or cached.min() == 0 or hosted.max(initial=0) >= limits.num_host_blocks:
+            raise ValueError("a block is to be moved that the cache or the host does not have")
+        self._pending.changes.moves += moves
 
     def _grow(self, handle: int, blocks: bytes) -> None:
         row = self.table.row_of(handle)
@@ -195,6 +215,8 @@ class Engine:
         row = self.table.remove(handle)
         if row is None:
             return
+        self.finished += error is None and self._yielded[row]
+        self._yielded[row] = False
         if self._spans is not None:
             self._spans.end(row, self.table.num_generated(row), reason, error)
         if self._masks is not None and row in self._constrained:
@@ -261,7 +283,7 @@ class Engine:
         if len(waiting):
             order = waiting[np.lexsort((table.order[waiting], -table.priority[waiting]))]
             prompts = [Prompt(int(row), int(remaining[row]), int(room[row])) for row in order]
-            shares = share_budget(prompts, budget.tokens(len(decode)), budget.chunked)
+            shares = share_budget(prompts, self._squeeze.limit(budget.tokens(len(decode))), budget.chunked)
         if not len(decode) and not shares:
             return None
         rows = np.concatenate([decode, np.array([row for row, _ in shares], np.int64)]).astype(np.int64)
@@ -328,21 +350,43 @@ class Engine:
         elif len(self._in_flight) == 1:
             self._choose(flight)
 
-    def _by_halves(self, plan: StepPlan, errors: list[RowError], start: Callable[[StepPlan], Part]) -> list[Part]:
+    def _by_halves(
+        self, plan: StepPlan, errors: list[RowError], start: Callable[[StepPlan], Part], retries: int = OOM_RETRIES
+    ) -> list[Part]:
         try:
             return [start(plan)]
         except Exception as error:
             if self.limits.world_size > 1:
                 raise  # the other ranks have the plan already: the group restarts
+            is_memory = is_out_of_memory(error)
+            if is_memory and retries and plan.num_tokens == 1:
+                halves: tuple[StepPlan, ...] = (plan,)
+            else:
+                halves = self._halves_after(plan, error, errors)
+        # Behind the handler: the exception and the tensors of its frames are gone before the halves need memory.
+        parts: list[Part] = []
+        for half in halves:
+            if any(fault.handle in half.handles for fault in errors):
+                continue  # the first tokens of a lone row's chunk have failed: there is nothing to go on from
+            if is_memory:
+                release_memory()
+            parts += self._by_halves(half, errors, start, retries - 1 if half is plan else OOM_RETRIES)
+        return parts
+
+    def _halves_after(self, plan: StepPlan, error: Exception, errors: list[RowError]) -> tuple[StepPlan, ...]:
+        """What to launch instead of what failed. A lone row that cannot be made smaller ends with an error."""
+        if is_out_of_memory(error):
+            self._squeeze.note(plan, error)
+            halves = split(plan)
+            code, message = "out_of_memory", f"the model server has run out of memory: {error}"
+        else:
             log.exception("step %d with %d rows failed to launch", plan.number, plan.num_rows)
-            if plan.num_rows == 1:
-                errors.append(RowError(int(plan.handles[0]), "generation", f"{type(error).__name__}: {error}"))
-                return []
-            middle = plan.num_rows // 2
-            return [
-                *self._by_halves(plan.part(0, middle), errors, start),
-                *self._by_halves(plan.part(middle, plan.num_rows), errors, start),
-            ]
+            halves = split(plan) if plan.num_rows > 1 else None
+            code, message = "generation", f"{type(error).__name__}: {error}"
+        if halves is None:
+            errors.append(RowError(int(plan.handles[0]), code, message))
+            return ()
+        return halves
 
     def _count(self, flight: InFlight) -> None:
         """Rows are one step further; those that sat out but for their last position."""
@@ -489,6 +533,7 @@ class Engine:
             if table.row_of(handle) != row:
                 continue  # it ended meanwhile: this result is one too many
             table.num_left[row] -= 1
+            self._yielded[row] = True
             end = EndReason.RUNNING
             if is_nan:
                 end = EndReason.NAN
@@ -536,9 +581,11 @@ class Engine:
                 step.computed_len.append(length)
 
     def _rows_waiting(self) -> int:
+        """Rows without room for what they would compute next: a token, or a whole prompt where it is not chunked."""
         table = self.table
         room = table.num_blocks * table.block_size - table.computed
-        return int(np.count_nonzero(table.live & (table.num_ids < table.max_len) & (room <= 0)))
+        least = 1 if self.limits.budget.chunked else np.maximum(table.num_ids - table.computed, 1)
+        return int(np.count_nonzero(table.live & (table.num_ids < table.max_len) & (room < least)))
 
     def _empty_step(self, number: int) -> Step:
         return Step(number=number, kv_epoch=self.limits.kv_epoch)

@@ -15,22 +15,26 @@ import logging
 import secrets
 import socket
 import struct
+import time
 
 import msgspec
 import numpy as np
 import torch
 
+from tgi.enums import Phase
 from tgi.errors import StartupError, TgiError
 from tgi.server.batch.step import RowChanges, Scoring, StepPlan
 from tgi.server.distributed.group import Group
 from tgi.server.engine.device import Chosen, Constraint
+from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.runner import ModelRunner
-from tgi.shard_client.messages import Admit
+from tgi.shard_client.messages import Admit, BlockMoves
 
 log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 TOKEN_BYTES = 16
+ID_BYTES = 8
 CONNECT_TIMEOUT_S = 60.0
 GREETING_TIMEOUT_S = 5.0  # the greeting is sent with the connection
 
@@ -47,6 +51,7 @@ class _Blocks(msgspec.Struct, frozen=True, array_like=True):
 
 class _Changes(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
     blocks: list[_Blocks]
+    moves: BlockMoves
 
 
 class _Scoring(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +76,7 @@ class _Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
     num_blocks: int
     max_rows: int
     max_row_tokens: int
+    num_host_blocks: int
 
 
 class _FreeMemory(msgspec.Struct, frozen=True, array_like=True, tag="free_memory"):
@@ -172,9 +178,9 @@ class LeaderDevice:
 
     def apply(self, changes: RowChanges) -> None:
         # Followers keep no sampling state: of new and removed rows they need the blocks alone.
-        if changes.blocks:
+        if changes.blocks or changes.moves:
             blocks = [_Blocks(row, first, numbers.tobytes()) for row, first, numbers in changes.blocks]
-            self._tell(_Changes(blocks))
+            self._tell(_Changes(blocks, changes.moves))
         self._runner.apply(changes)
 
     def launch(self, plan: StepPlan) -> object:
@@ -208,9 +214,9 @@ class LeaderDevice:
     def max_blocks(self) -> int:
         return self._runner.max_blocks
 
-    def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int) -> None:
-        self._tell(_Allocate(num_blocks, max_rows, max_row_tokens))
-        self._runner.allocate(num_blocks, max_rows, max_row_tokens)
+    def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int, num_host_blocks: int = 0) -> None:
+        self._tell(_Allocate(num_blocks, max_rows, max_row_tokens, num_host_blocks))
+        self._runner.allocate(num_blocks, max_rows, max_row_tokens, num_host_blocks)
 
     def smallest(self, free_bytes: int) -> int:
         """The minimum of a number over the ranks; followers answer with their own free memory."""
@@ -289,11 +295,24 @@ def join_leader(group: Group, master_addr: str, device: torch.device) -> Wire:
     return Wire(connection)
 
 
-def follow(runner: ModelRunner, wire: Wire, free_bytes: int) -> None:
+def follow(runner: ModelRunner, wire: Wire, free_bytes: int, liveness: Liveness | None = None) -> None:
     """What every rank but 0 does until the leader says stop. Raises GroupBroken when the leader is gone."""
+    liveness = liveness or Liveness()
     try:
+        liveness.wait()
+        token_s = 0.0
         while not isinstance(message := wire.receive(), _Stop):
+            num_tokens = len(message.ids) // ID_BYTES if isinstance(message, _Launch) else 0
+            # Steps of the warm-up have number 0; its last is a decode of one token: for others a generous measure.
+            if isinstance(message, _Launch) and message.number:
+                liveness.enter(Phase.RUNNING, message.number, num_tokens * token_s)
+            else:
+                liveness.enter(Phase.COMPILING)
+            started = time.monotonic()
             _obey(runner, message, free_bytes)
+            if isinstance(message, _Launch) and not message.number:
+                token_s = (time.monotonic() - started) / num_tokens
+            liveness.wait()
     finally:
         wire.close()
 
@@ -304,8 +323,8 @@ def _obey(runner: ModelRunner, message: _Changes | _Launch | _Allocate | _FreeMe
             runner.launch(_decode_plan(message))
         case _Changes():
             blocks = [(entry.row, entry.first, np.frombuffer(entry.numbers, np.int32)) for entry in message.blocks]
-            runner.apply(RowChanges([], [], blocks))
+            runner.apply(RowChanges([], [], blocks, message.moves))
         case _Allocate():
-            runner.allocate(message.num_blocks, message.max_rows, message.max_row_tokens)
+            runner.allocate(message.num_blocks, message.max_rows, message.max_row_tokens, message.num_host_blocks)
         case _FreeMemory():
             _smallest(runner, free_bytes)

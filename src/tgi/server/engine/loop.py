@@ -19,7 +19,7 @@ from typing import TypeVar
 from tgi.enums import Phase
 from tgi.errors import GenerationFailed
 from tgi.server.engine.engine import Engine
-from tgi.server.engine.liveness import IDLE_BEAT_S, Liveness
+from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.outbox import Outbox
 from tgi.shard_client.messages import Command
 
@@ -160,7 +160,7 @@ class Loop:
     def _rest(self, engine: Engine | None) -> None:
         """Nothing can run: wait for a command, beating while idle."""
         self._liveness.enter(Phase.IDLE, 0 if engine is None else engine.step_number)
-        wait_s = 0.05 if self._collect_garbage else IDLE_BEAT_S
+        wait_s = min(0.05, self._liveness.beat_s) if self._collect_garbage else self._liveness.beat_s
         if engine is not None and engine.num_held and self._outbox is not None and engine.window_is_open:
             wait_s = min(wait_s, engine.patience_s)  # the next plan will end the row
         if not self._take(wait_s):
@@ -201,7 +201,11 @@ class Loop:
                 if outbox is self._outbox and self._engine is not None:
                     # A bare `seen` changes nothing for a row: it must not draw another report of the same stall.
                     self._told_stalled = self._told_stalled and not command
-                    self._engine.apply(command)
+                    try:
+                        self._engine.apply(command)
+                    except ValueError:
+                        log.exception("a command cannot be obeyed: its stream ends")
+                        self.close_stream(outbox)
             case _:
                 pass
 

@@ -15,6 +15,7 @@ import torch
 
 from tgi.errors import InvalidRequest
 from tgi.server.attention.backend import AttentionBackend, AttentionInputs
+from tgi.server.attention.host_blocks import HostBlocks
 from tgi.server.attention.kv_cache import KVCache
 from tgi.server.batch.inputs import StepInputs, block_writes, build_inputs, to_device
 from tgi.server.batch.step import RowChanges, StepPlan
@@ -68,16 +69,19 @@ class ModelRunner:
         self.is_leader = group.rank == 0
         self.depth = 2 if device.type == "cuda" else 1
         self._cache: KVCache | None = None
+        self._host_blocks: HostBlocks | None = None  # for what the cache gives up
         self._state: SamplingState | None = None
         self._top_n = np.zeros(0, np.int64)  # by row
 
-    def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int) -> None:
+    def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int, num_host_blocks: int = 0) -> None:
         """KV cache, block tables and row tensors; everything that was there is given up first."""
-        self._cache = self._state = None
+        self._cache = self._state = self._host_blocks = None
         shape = self.model.cache_shape
         self._cache = self.backend.make_cache(
-            num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.device
+            num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.device, shape.value_dim
         )
+        if num_host_blocks:
+            self._host_blocks = HostBlocks(self._cache, num_host_blocks)
         self.max_blocks = -(-max_row_tokens // self.backend.block_size) + 1
         # Row 0 is scratch: padding reads and writes it. All its blocks are block 0.
         self._block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=self.device)
@@ -104,6 +108,9 @@ class ModelRunner:
         return None
 
     def apply(self, changes: RowChanges) -> None:
+        if changes.moves:
+            assert self._host_blocks is not None, "blocks are moved to a host that has none"
+            self._host_blocks.copy(changes.moves)
         for row in changes.removed:
             self._forget(row)
         for row, admit in changes.added:

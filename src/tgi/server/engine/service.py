@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from tgi.enums import Phase
 from tgi.errors import InvalidRequest
 from tgi.server.batch.table import RequestTable
+from tgi.server.engine.device import Device
 from tgi.server.engine.engine import Engine
 from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.liveness import Liveness
@@ -39,12 +41,16 @@ class Shard:
         liveness: Liveness,
         compiler: Compiler | None = None,
         spans: RowSpans | None = None,
+        served_by: Device | None = None,
+        tamper: Callable[[Step], Step] | None = None,
     ) -> None:
-        """`compiler`: None refuses grammars. `spans`: None where nobody traces."""
+        """`compiler`: None refuses grammars. `spans`: None where nobody traces. `served_by`: what the engine uses
+        instead of `device` once that is warm. `tamper`: breaks the stream's Steps, in tests."""
+        self._served_by: Device = device if served_by is None else served_by
+        self.tamper = tamper
         self._info = info
         self._masks = None if compiler is None else Masks(compiler, loop.wake)
         self._spans = spans
-        self._device = device
         self._warm_up = warm_up
         self._loop = loop
         self._liveness = liveness
@@ -54,7 +60,8 @@ class Shard:
         return self._info
 
     def health(self) -> Health:
-        return self._liveness.read()
+        engine = self._loop.engine
+        return replace(self._liveness.read(), finished=0 if engine is None else engine.finished)
 
     @property
     def warm(self) -> WarmupResult | None:
@@ -69,7 +76,7 @@ class Shard:
             self._liveness.enter(Phase.COMPILING)
             result, limits = self._warm_up.run(request)
             table = RequestTable(result.max_rows, result.block_size)
-            self._loop.install(Engine(self._device, table, limits, self._masks, self._spans))
+            self._loop.install(Engine(self._served_by, table, limits, self._masks, self._spans))
             self._warm = result
         return self._warm
 

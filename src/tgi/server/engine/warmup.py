@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from tgi.errors import StartupError
+from tgi.server.attention.host_blocks import staging_bytes
 from tgi.server.batch.step import RowChanges, Scoring, StepPlan
 from tgi.server.config import ShardConfig
 from tgi.server.engine.engine import Limits
 from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.plan import PrefillBudget
+from tgi.server.platforms.cpu import free_memory as host_memory
 from tgi.server.platforms.platform import Platform
 from tgi.shard_client.messages import Admit, Sampling, Stopping, WarmupRequest, WarmupResult
 
@@ -45,13 +47,17 @@ SCORED_TOPS = 5  # alternatives at each prompt token of the worst step
 DEFAULT_MAX_POSITION = 4096  # for a config that names none
 
 
-def prefill_budget(asked: int, gap_tokens: int, prefill_rate: float, chunked: bool) -> PrefillBudget:
+def prefill_budget(
+    asked: int, gap_tokens: int, prefill_rate: float, chunked: bool, scale: float = 1.0
+) -> PrefillBudget:
     """Pure: the tokens of one step. `asked` is `max_batch_prefill_tokens`; where prompts can be read in pieces a slow
-    machine takes smaller ones, since nobody can come between while a step runs, not even to cancel it."""
+    machine takes smaller ones, since nobody can come between while a step runs, not even to cancel it. `scale`: below 1
+    after a group of ranks ran out of memory."""
     if not chunked:
+        asked = max(1, int(asked * scale))
         return PrefillBudget(alone=asked, beside_decode=asked, chunked=False)
-    alone = min(asked, max(gap_tokens, int(prefill_rate * LONGEST_STEP_S)))
-    return PrefillBudget(alone=alone, beside_decode=min(gap_tokens, alone), chunked=True)
+    alone = max(1, int(scale * min(asked, max(gap_tokens, int(prefill_rate * LONGEST_STEP_S)))))
+    return PrefillBudget(alone=alone, beside_decode=max(1, int(scale * min(gap_tokens, alone))), chunked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,25 @@ def size_cache(
     return Sizes(max_input, max_total, usable + 1)
 
 
+def size_host_cache(asked_bytes: int, *, bytes_per_block: int, world_size: int, free_bytes: int) -> int:
+    """Pure: how many blocks each rank keeps on the host. `asked_bytes` and `free_bytes` are of all ranks together.
+
+    Raises StartupError with the numbers when it does not fit, or holds nothing.
+    """
+    num_blocks = asked_bytes // world_size // bytes_per_block
+    if asked_bytes > free_bytes:
+        raise StartupError(
+            f"--host-cache-bytes {asked_bytes} asks for {asked_bytes / MIB:.0f} MiB of host memory, but "
+            f"{free_bytes / MIB:.0f} MiB are free; lower it, or leave it out"
+        )
+    if asked_bytes and not num_blocks:
+        raise StartupError(
+            f"--host-cache-bytes {asked_bytes} does not hold a single block: "
+            f"{world_size} x {bytes_per_block} bytes; raise it, or leave it out"
+        )
+    return num_blocks
+
+
 class WarmUp:
     """Sizes the cache of one device once; a later call returns the same answer."""
 
@@ -118,11 +143,18 @@ class WarmUp:
         runner = self._runner
         shape = runner.model.cache_shape
         backend = runner.backend
-        bytes_per_block = backend.bytes_per_block(shape.num_layers, shape.num_kv_heads, shape.head_dim, runner.dtype)
+        bytes_per_block = backend.bytes_per_block(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, runner.dtype, shape.value_dim
+        )
         on_cpu = runner.device.type == "cpu"
         at_most = self._free_bytes()
         if not on_cpu:
             at_most = max(0, at_most - self._worst_step(request))
+        num_host_blocks = self._host_blocks(request, bytes_per_block)
+        if num_host_blocks:
+            # On a CPU the blocks come out of the same memory.
+            at_most -= staging_bytes(bytes_per_block) + on_cpu * num_host_blocks * bytes_per_block
+            at_most = max(0, at_most)
         kv_bytes = min(at_most // CPU_KV_SHARE, CPU_KV_LIMIT) if on_cpu else at_most
         sizes = size_cache(
             request,
@@ -132,12 +164,16 @@ class WarmUp:
             at_most_bytes=at_most,
             max_position=self._max_position,
         )
-        self._device.allocate(sizes.num_blocks, request.max_rows, sizes.max_total_tokens)
+        self._device.allocate(sizes.num_blocks, request.max_rows, sizes.max_total_tokens, num_host_blocks)
         decode_s, prefill_rate = self._speeds(sizes)
         window = min(max(math.floor(RUN_AHEAD_S / decode_s), WINDOW_RANGE[0]), WINDOW_RANGE[1])
         gap_tokens = max(backend.block_size, int(prefill_rate * GAP_S.get(runner.device.type, 0.05)))
         budget = prefill_budget(
-            request.max_batch_prefill_tokens, gap_tokens, prefill_rate, self._config.prefill_chunking
+            request.max_batch_prefill_tokens,
+            gap_tokens,
+            prefill_rate,
+            self._config.prefill_chunking,
+            self._config.budget_scale,
         )
         log.info(
             "Warmed up: %d KV tokens in %d blocks (%.0f MiB), decode step %.1f ms, prefill %.0f tokens/s, window %d",
@@ -148,6 +184,12 @@ class WarmUp:
             prefill_rate,
             window,
         )
+        if num_host_blocks:
+            log.info(
+                "Evicted blocks go to the host: room for %d KV tokens (%.0f MiB per shard)",
+                num_host_blocks * backend.block_size,
+                num_host_blocks * bytes_per_block / MIB,
+            )
         result = WarmupResult(
             max_input_tokens=sizes.max_input_tokens,
             max_total_tokens=sizes.max_total_tokens,
@@ -161,11 +203,20 @@ class WarmUp:
             budget=budget,
             num_blocks=sizes.num_blocks,
             kv_epoch=secrets.randbits(64),
+            num_host_blocks=num_host_blocks,
             world_size=self._config.world_size,
             decode_s=decode_s,
             token_s=1 / prefill_rate,
         )
         return result, limits
+
+    def _host_blocks(self, request: WarmupRequest, bytes_per_block: int) -> int:
+        return size_host_cache(
+            request.host_cache_bytes,
+            bytes_per_block=bytes_per_block,
+            world_size=self._config.world_size,
+            free_bytes=int(host_memory() * self._config.wiggle_room),
+        )
 
     def _free_bytes(self) -> int:
         """What the KV cache may take on every rank, in bytes."""

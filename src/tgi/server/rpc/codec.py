@@ -7,6 +7,7 @@ import struct
 from tgi.proto.v4 import generate_pb2 as pb
 from tgi.shard_client.messages import (
     Admit,
+    BlockMoves,
     Command,
     Grammar,
     Health,
@@ -38,7 +39,15 @@ class Codec:
             cancel=list(_u64s(message.cancel)),
             grow=self._grow(message.grow) if message.HasField("grow") else [],
             admit=[self._admit(admit) for admit in message.admit],
+            moves=self._moves(message.moves) if message.HasField("moves") else BlockMoves(),
         )
+
+    def _moves(self, message: pb.BlockMoves) -> BlockMoves:
+        """Raises ValueError on columns whose lengths do not fit."""
+        count = len(message.to_host)
+        if not len(message.sources) == len(message.targets) == count * WORD:
+            raise ValueError("the columns of the block moves do not fit each other")
+        return BlockMoves(message.to_host, message.sources, message.targets)
 
     def _grow(self, message: pb.Grow) -> list[tuple[int, bytes]]:
         grown: list[tuple[int, bytes]] = []
@@ -134,6 +143,7 @@ class Codec:
             message.opening.max_rows = step.opening.max_rows
             message.opening.num_blocks = step.opening.num_blocks
             message.opening.block_size = step.opening.block_size
+            message.opening.num_host_blocks = step.opening.num_host_blocks
         return message
 
     def info(self, info: ShardInfo) -> pb.InfoResponse:
@@ -171,6 +181,7 @@ class Codec:
             max_input_tokens=optional("max_input_tokens"),
             max_total_tokens=optional("max_total_tokens"),
             max_batch_total_tokens=optional("max_batch_total_tokens"),
+            host_cache_bytes=message.host_cache_bytes,
         )
 
     def warmup_result(self, result: WarmupResult) -> pb.WarmupResponse:

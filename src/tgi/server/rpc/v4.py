@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 
-from tgi.enums import Phase
 from tgi.proto.v4 import generate_pb2 as pb
 from tgi.proto.v4 import generate_pb2_grpc as rpc
+from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.outbox import Outbox
 from tgi.server.engine.service import Shard
 from tgi.server.rpc.codec import Codec
@@ -50,12 +50,13 @@ class V4Service(rpc.ShardServiceServicer):
         outbox = Outbox()
         self._shard.open_stream(outbox)
         # gRPC calls back from its own thread when the peer is gone, also while `take` waits.
-        context.add_callback(lambda: outbox.close("the router has gone"))
+        if not context.add_callback(lambda: outbox.close("the router has gone")):
+            outbox.close("the router has gone")
         reader = threading.Thread(target=self._read, args=(request_iterator, outbox), name="v4-commands", daemon=True)
         reader.start()
         try:
             while (step := outbox.take()) is not None:
-                yield self._codec.step(step)
+                yield self._codec.step(step if self._shard.tamper is None else self._shard.tamper(step))
             log.info("The stream is over: %s", outbox.closed_because)
         finally:
             self._shard.close_stream(outbox)
@@ -75,10 +76,14 @@ class V4Service(rpc.ShardServiceServicer):
 
 
 class FollowerService(rpc.ShardServiceServicer):
-    """What ranks other than 0 answer: that they are there."""
+    """What ranks other than 0 answer: whether they come back from their steps."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._codec = Codec()
 
     def add_to(self, server: grpc.Server) -> None:
         rpc.add_ShardServiceServicer_to_server(self, server)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
-        return pb.HealthResponse(phase=Phase.RUNNING, step=0, since_s=0.0, hung_after_s=float("inf"))
+        return self._codec.health(self._liveness.read())

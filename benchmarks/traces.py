@@ -39,6 +39,8 @@ class Conversation:
 
     begins_s: float
     turns: tuple[Turn, ...]
+    client: str = ""  # for whom, where several share the server
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,31 @@ def shared_prompts(seed: int, *, requests: int, rate: float, apps: int, limit: i
         system = systems[newest if random.random() < NEWEST_SHARE else random.randrange(newest + 1)]
         talks += [Conversation(at, (_turn(random, system + _said(random, limit), limit),)) for _ in range(JOB)]
     return Trace(tuple(talks[:requests]))
+
+
+def flooded(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
+    """Two clients: one sends nine tenths of all at once, in five floods; the other a question at a time, steadily."""
+    random = Random(seed)
+    quiet = [
+        Conversation(at, (_question(random, limit),), "quiet")
+        for at in _moments(random, max(1, requests // 10), rate / 10)
+    ]
+    until = quiet[-1].begins_s
+    flood = [
+        Conversation(until * (index * 5 // requests) / 5, (_question(random, limit),), "flood")
+        for index in range(requests - len(quiet))
+    ]
+    return Trace(tuple(sorted([*flood, *quiet], key=lambda talk: talk.begins_s)))
+
+
+def ranked(seed: int, *, requests: int, rate: float, limit: int) -> Trace:
+    """Poisson arrivals of two priorities: one in five is of the higher."""
+    trace = poisson(seed, requests=requests, rate=rate, limit=limit)
+    random = Random(seed + 1)
+    return replace(
+        trace,
+        conversations=tuple(replace(talk, priority=int(random.random() < 0.2)) for talk in trace.conversations),
+    )
 
 
 def _moments(random: Random, count: int, rate: float) -> list[float]:

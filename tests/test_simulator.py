@@ -29,6 +29,8 @@ GENERATORS: dict[str, Callable[[int], Trace]] = {
     "bursts": lambda seed: traces.bursts(seed, requests=40, size=20, every_s=1, limit=LIMIT),
     "chats": lambda seed: traces.chats(seed, requests=40, rate=20, limit=LIMIT),
     "documents": lambda seed: traces.documents(seed, requests=30, rate=100, limit=LIMIT),
+    "flooded": lambda seed: traces.flooded(seed, requests=40, rate=200, limit=LIMIT),
+    "ranked": lambda seed: traces.ranked(seed, requests=40, rate=200, limit=LIMIT),
     "shared": lambda seed: traces.shared_prompts(seed, requests=30, rate=100, apps=3, limit=LIMIT),
 }
 
@@ -324,6 +326,16 @@ def test_ours_runs_more_and_computes_less() -> None:
     ours, baseline = simulator.compare(traces.shared_prompts(1, requests=60, rate=50, apps=4, limit=LIMIT), ROOMY)
     assert ours.counts.prefill_tokens < baseline.counts.prefill_tokens
     assert ours.hit_rate > baseline.hit_rate
+
+
+def test_a_quiet_client_and_an_urgent_request_wait_less() -> None:
+    ours, baseline = simulator.compare(traces.flooded(1, requests=200, rate=60, limit=LIMIT), SMALL)
+    quiet, flood = ("quiet", 0), ("flood", 0)
+    assert ours.groups == [flood, quiet]
+    assert 2 * ours.wait_s(50, quiet) < ours.wait_s(50, flood)
+    assert ours.wait_s(50, quiet) < baseline.wait_s(50, quiet)
+    ours, _ = simulator.compare(traces.ranked(1, requests=200, rate=60, limit=LIMIT), SMALL)
+    assert 2 * ours.wait_s(50, ("", 1)) < ours.wait_s(50, ("", 0))
 
 
 def test_the_record_has_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,8 @@ SCENARIOS = [
     Scenario(H200, "chat, light load", partial(traces.chats, 4, rate=6), 600),
     Scenario(H200, "long documents", partial(traces.documents, 5, rate=25), 750),
     Scenario(H200, "shared system prompt", SHARED, 1_200, prefill_target=LESS_PREFILL),
+    Scenario(H200, "a flood beside a quiet client", partial(traces.flooded, 9, rate=60), 1_200),
+    Scenario(H200, "two priorities", partial(traces.ranked, 10, rate=90), 1_800),
     Scenario(CPU, "chat", CPU_CHAT, 400, running_target=MORE_RUNNING),
     Scenario(CPU, "chat", CPU_CHAT, 400, lengths_known=True),
     Scenario(CPU, "shared system prompt", CPU_SHARED, 200, prefill_target=LESS_PREFILL),
@@ -101,6 +103,10 @@ def figures(scenario: Scenario, ours: Outcome, baseline: Outcome) -> Iterator[Fi
     yield figure("preemptions", "", lambda outcome: outcome.counts.preemptions)
     yield figure("computed twice", "tokens", lambda outcome: outcome.counts.recomputed_tokens)
     yield late("wait for admission", Outcome.wait_s)
+    if len(ours.groups) > 1:
+        for client, priority in ours.groups:
+            who = f"client {client}" if client else f"priority {priority}"
+            yield late(f"wait for admission, {who}", partial(Outcome.wait_s, group=(client, priority)))
     yield late("first token", Outcome.first_token_s)
     longest = f"; longest: {both(lambda outcome: outcome.gap_s(100) * 1e3)}"
     yield figure("between tokens, p99", "ms", lambda outcome: outcome.gap_s(99) * 1e3, longest)

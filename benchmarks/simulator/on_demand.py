@@ -40,7 +40,14 @@ class OnDemand:
         self._answers.append(answer)
         most = turn.num_answer if self._lengths_known else self._max_total_tokens - turn.num_prompt
         # The seed, which greedy rows do not use, tells the shard whose answer to give.
-        request = ValidRequest(turn.prompt, Sampling(seed=answer.index), ValidStopping(most))
+        talk = answer.conversation
+        request = ValidRequest(
+            turn.prompt,
+            Sampling(seed=answer.index),
+            ValidStopping(most),
+            client=talk.client,
+            priority=talk.priority,
+        )
         self.core.submit(request, _Client(answer, self))
         self._say()
 

@@ -144,9 +144,19 @@ class Outcome:
         """Part of what rows were given that they never wrote."""
         return self.counts.unused_tokens / self.counts.reserved_tokens
 
-    def wait_s(self, percent: float) -> float:
-        """From arrival to the first admission."""
-        return percentile([answer.admitted_s - answer.arrived_s for answer in self.answers], percent)
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Clients and priorities among the requests."""
+        return sorted({(answer.conversation.client, answer.conversation.priority) for answer in self.answers})
+
+    def wait_s(self, percent: float, group: tuple[str, int] | None = None) -> float:
+        """From arrival to the first admission, of all or of one client and priority."""
+        waits = [
+            answer.admitted_s - answer.arrived_s
+            for answer in self.answers
+            if group in (None, (answer.conversation.client, answer.conversation.priority))
+        ]
+        return percentile(waits, percent)
 
     def first_token_s(self, percent: float) -> float:
         return percentile([answer.first_token_s - answer.arrived_s for answer in self.answers], percent)

@@ -22,6 +22,8 @@ TGIS = {
     "max-batch-prefill-tokens": 4096,
     "max-batch-total-tokens": None,
     "max-waiting-tokens": 20,
+    "queue-timeout": None,
+    "host-cache-bytes": 0,
     "max-batch-size": None,
     "hostname": "0.0.0.0",
     "port": 3000,
@@ -117,6 +119,23 @@ def test_what_comes_by_environment_alone() -> None:
     assert config.prefix_caching is False
     assert read_config({}, {}).prefix_caching is None
     assert read_config({}, {}).compute_type == "gpu+optimized"
+
+
+def test_host_memory_for_the_cache() -> None:
+    assert read_config({}, {}).host_cache_bytes == 0
+    assert read_config({}, {"HOST_CACHE_BYTES": "1073741824"}).host_cache_bytes == 1 << 30
+    for wrong in (-1, 1 << 64):
+        with pytest.raises(StartupError, match="`host_cache_bytes` must be >= 0 and < 2"):
+            read_config({"host_cache_bytes": wrong}, {})
+
+
+def test_the_queue_timeout() -> None:
+    assert read_config({}, {}).queue_timeout is None
+    assert read_config({}, {"QUEUE_TIMEOUT": "2.5"}).queue_timeout == 2.5
+    assert read_config({"queue_timeout": 0.0}, {"QUEUE_TIMEOUT": "2.5"}).queue_timeout == 0
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(StartupError, match="`queue_timeout` must be >= 0"):
+            read_config({"queue_timeout": wrong}, {})
 
 
 @pytest.mark.row("B: /invocations, /vertex, AIP routes")

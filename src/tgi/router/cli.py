@@ -57,7 +57,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("waiting-served-ratio", Kind.FLOAT, 1.2, "waiting by running requests that pause decoding, without chunking"),
     Flag("max-batch-prefill-tokens", Kind.INT, 4096, "tokens of the largest step"),
     Flag("max-batch-total-tokens", Kind.INT, None, "KV tokens of the pool; default: what the memory allows"),
+    Flag("host-cache-bytes", Kind.INT, 0, "host memory for cached prefixes that the KV cache gives up; 0: none"),
     Flag("max-waiting-tokens", Kind.INT, 20, "decode steps after which waiting requests go first, without chunking"),
+    Flag("queue-timeout", Kind.FLOAT, None, "seconds a request waits to start, then it is answered 429; default: any"),
     Flag("max-batch-size", Kind.INT, None, "rows of a batch; default: max-concurrent-requests"),
     Flag("hostname", Kind.TEXT, ANY_ADDRESS, "address to listen on"),
     Flag("port", Kind.INT, 3000, "port to listen on", short="p"),
@@ -145,8 +147,10 @@ def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
         max_batch_prefill_tokens=values["max_batch_prefill_tokens"],
         max_batch_total_tokens=values["max_batch_total_tokens"],
         max_batch_size=values["max_batch_size"],
+        host_cache_bytes=values["host_cache_bytes"],
         waiting_served_ratio=values["waiting_served_ratio"],
         max_waiting_tokens=values["max_waiting_tokens"],
+        queue_timeout=values["queue_timeout"],
         validation_workers=values["validation_workers"],
         payload_limit=values["payload_limit"],
         cors_allow_origin=tuple(values["cors_allow_origin"]),
@@ -170,6 +174,10 @@ def _check(values: Mapping[str, Any]) -> None:
     for name in ("validation_workers", "max_batch_size", "max_concurrent_requests", "max_batch_prefill_tokens"):
         if values[name] is not None and values[name] <= 0:
             raise StartupError(f"Argument validation error: `{name}` must be > 0")
+    if values["queue_timeout"] is not None and not values["queue_timeout"] >= 0:
+        raise StartupError("Argument validation error: `queue_timeout` must be >= 0")
+    if not 0 <= values["host_cache_bytes"] < 1 << 64:
+        raise StartupError("Argument validation error: `host_cache_bytes` must be >= 0 and < 2^64")
     if not 0 <= values["port"] < 1 << 16:
         raise StartupError(f"Argument validation error: `port` must be >= 0 and < 65536. Given: {values['port']}")
     for name, words in (("tool_call_parser", ToolCallParser), ("reasoning_parser", ReasoningParser)):

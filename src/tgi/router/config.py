@@ -26,8 +26,10 @@ class RouterConfig:
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int | None
     max_batch_size: int | None  # rows; None: max_concurrent_requests
+    host_cache_bytes: int  # of all shards together; 0: evicted prefixes are lost
     waiting_served_ratio: float
     max_waiting_tokens: int
+    queue_timeout: float | None  # seconds; None: requests wait for as long as it takes
     validation_workers: int
     payload_limit: int  # bytes
     cors_allow_origin: tuple[str, ...]  # empty: any

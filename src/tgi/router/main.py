@@ -119,7 +119,12 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
     client = ShardClient.connect(config.master_shard_uds_path)
     try:
         tokenizer, (shard, warm) = await _together(_load(config), _warm_up(client, config))
-        scheduler = Scheduler(client, tokenizer, _scheduler_config(config, shard, warm))
+        scheduler = Scheduler(
+            client,
+            tokenizer,
+            _scheduler_config(config, shard, warm),
+            prepare=lambda: _warm_up_again(client, config, shard),
+        )
         try:
             await scheduler.start()
         except Unavailable as error:
@@ -170,19 +175,40 @@ async def _load(config: RouterConfig) -> Tokenizer:
 async def _warm_up(client: ShardClient, config: RouterConfig) -> tuple[ShardInfo, WarmupResult]:
     """Wait for the shard, then have it size its KV cache. The launcher ends us if the shard never comes."""
     info = await _wait_for_shard(client, config.master_shard_uds_path)
-    logger.info("Warming up model")
-    warm = await client.warmup(
-        WarmupRequest(
-            max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-            max_rows=config.max_batch_size or config.max_concurrent_requests,
-            max_input_tokens=config.max_input_tokens,
-            max_total_tokens=config.max_total_tokens,
-            max_batch_total_tokens=config.max_batch_total_tokens,
+    if config.host_cache_bytes and not _caches_prefixes(config, info):
+        raise StartupError(
+            "Argument validation error: `host_cache_bytes` is for cached prefixes, but prefix caching is off: "
+            "leave it out, or set PREFIX_CACHING=1"
         )
-    )
+    logger.info("Warming up model")
+    warm = await client.warmup(_warmup_request(config))
     _check(config, info, warm)
     logger.info("Setting max batch total tokens to %d", warm.max_batch_total_tokens)
     return info, warm
+
+
+def _warmup_request(config: RouterConfig) -> WarmupRequest:
+    return WarmupRequest(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_rows=config.max_batch_size or config.max_concurrent_requests,
+        max_input_tokens=config.max_input_tokens,
+        max_total_tokens=config.max_total_tokens,
+        max_batch_total_tokens=config.max_batch_total_tokens,
+        host_cache_bytes=config.host_cache_bytes,
+    )
+
+
+async def _warm_up_again(client: ShardClient, config: RouterConfig, first: ShardInfo) -> None:
+    """Of a shard that may have been started again; one that still runs answers at once. Raises Unavailable or
+    StartupError when it is not there, or cannot take over: what was validated for one model means nothing to another.
+    """
+    info = await client.info()
+    if (info.model_type, info.vocab_size, info.speculate) != (first.model_type, first.vocab_size, first.speculate):
+        raise Unavailable(
+            f"it came back with another model: {info.model_type} of {info.vocab_size} ids instead of "
+            f"{first.model_type} of {first.vocab_size}; restart the router too"
+        )
+    await client.warmup(_warmup_request(config))
 
 
 async def _wait_for_shard(client: ShardClient, path: str) -> ShardInfo:
@@ -220,15 +246,21 @@ def _check(config: RouterConfig, info: ShardInfo, warm: WarmupResult) -> None:
         raise StartupError(f"Argument validation error: {wrong}")
 
 
+def _caches_prefixes(config: RouterConfig, shard: ShardInfo) -> bool:
+    return shard.prefix_caching if config.prefix_caching is None else config.prefix_caching
+
+
 def _scheduler_config(config: RouterConfig, shard: ShardInfo, warm: WarmupResult) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=warm.num_blocks,
         block_size=warm.block_size,
-        prefix_caching=shard.prefix_caching if config.prefix_caching is None else config.prefix_caching,
+        prefix_caching=_caches_prefixes(config, shard),
         speculate=shard.speculate,
         supports_chunking=shard.supports_chunking,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        queue_timeout_s=config.queue_timeout,
     )
 
 

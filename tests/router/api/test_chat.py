@@ -491,6 +491,29 @@ def test_the_priority_of_the_header(app: App) -> None:
     assert app.post(CHAT, {"messages": USER}, {"x-tgi-priority": "high"}).status == 400
 
 
+def test_whose_request_it_is(app: App) -> None:
+    """A gateway's header wins over what a client writes: another `user` in each request gains nothing."""
+    for user, header, client in (
+        (None, None, ""),
+        ("u", None, "u"),
+        (None, "tenant", "tenant"),
+        ("u", "tenant", "tenant"),
+        ("u", "", "u"),
+    ):
+        headers = {} if header is None else {"x-tgi-client": header}
+        assert app.post(CHAT, {"messages": USER, "user": user}, headers).status == 200
+        assert app.backend.requests[-1].client == client
+
+
+def test_a_long_name_is_kept_as_its_digest(app: App) -> None:
+    clients: set[str] = set()
+    for name in ("x" * 5_000, "x" * 5_000 + "y", "ü" * 65):
+        assert app.post(CHAT, {"messages": USER, "user": name}).status == 200
+        clients.add(app.backend.requests[-1].client)
+    assert len(clients) == 3
+    assert all(len(client) == 32 for client in clients)
+
+
 def test_a_long_answer_with_logprobs_is_complete(app: App) -> None:
     """It is rendered beside the event loop."""
     app.backend.script = spoken("ab" * 400)

@@ -430,6 +430,14 @@ def test_the_priority_of_the_body_or_else_of_the_header(
     assert app.backend.requests[-1].sampling.do_sample, "no parameters at all still means sampling"
 
 
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
+def test_the_header_says_whose_request_it_is(app: App, path: str) -> None:
+    assert app.post(path, {"inputs": "x"}, {"X-TGI-Client": "tenant 7"}).status == 200
+    assert app.backend.requests[-1].client == "tenant 7"
+    assert app.post(path, {"inputs": "x"}).status == 200
+    assert app.backend.requests[-1].client == ""
+
+
 @pytest.mark.parametrize("header", ["", "high", "1.5", "0x1", "1e3", str(2**31), "9" * 5_000, "٣"])
 def test_a_priority_that_is_none_is_refused_by_name(app: App, header: str) -> None:
     answer = app.post("/generate_stream", {"inputs": "x"}, {"x-tgi-priority": header.encode().decode("latin-1")})

@@ -231,7 +231,7 @@ def test_parameters_reach_the_backend(app: App) -> None:
     assert not request.stopping.include_stop
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 5, 0.75, 0.25)
-    assert (sampling.seed, request.cache_salt, request.priority) == (7, "s", 3)
+    assert (sampling.seed, request.cache_salt, request.priority, request.client) == (7, "s", 3, "u")
     ask(app, temperature=0)
     assert not app.backend.requests[-1].sampling.do_sample
 

@@ -301,6 +301,14 @@ def test_parameters_reach_the_backend(app: App) -> None:
     assert (sampling.seed, request.cache_salt, request.priority) == (7, "s", 3)
 
 
+@pytest.mark.parametrize(
+    ("body", "client"), [({}, ""), ({"user": "u"}, "u"), ({"user": "u", "safety_identifier": "s"}, "s")]
+)
+def test_whose_request_it_is(app: App, body: dict[str, str], client: str) -> None:
+    assert app.post(RESPONSES, {"input": "Hi", **body}).status == 200
+    assert app.backend.requests[-1].client == client
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_the_text(app: App, stream: bool) -> None:
     """Of each of its tokens, with those that show nothing by themselves, and without the end."""

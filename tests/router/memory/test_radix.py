@@ -223,6 +223,21 @@ def test_evicted_blocks_are_counted() -> None:
     assert allocator.num_evicted == 5
 
 
+def test_blocks_go_to_the_host_in_lots() -> None:
+    """A large pool that is full: growing by a block is no copy each time."""
+    allocator = RadixAllocator(1_281, 16, num_host_blocks=2_000)
+    ids = [*range(1_280 * 16)]
+    allocator.free(allocate(allocator, len(ids), ids), pack(ids), len(ids))
+    row = allocate(allocator, 16, [50] * 16)
+    assert len(allocator.take_moves()) == allocator.num_offloaded == 20
+    for _ in range(19):
+        assert allocator.grow(row, 1) is not None
+    assert len(allocator.take_moves()) == 0
+    assert allocator.grow(row, 1) is not None
+    assert len(allocator.take_moves()) == 20
+    allocator.check([row])
+
+
 def test_salts_and_adapters_share_nothing() -> None:
     allocator = RadixAllocator(40, 2)
     ids = pack([1, 2, 3, 4, 5])

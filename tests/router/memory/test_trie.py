@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tgi.router.memory.trie import Node, RadixTrie, shared_len
+from tgi.router.memory.node import Node, shared_len
+from tgi.router.memory.trie import RadixTrie
 
 
 def pack(ids: list[int]) -> bytes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes.scheduling import Link, joined, make_request, submit
 from tests.fakes.scripted_shard import PlainShard, reference
 from tgi.router.scheduling.admission import MAX_PASSED_OVER
 from tgi.router.scheduling.entry import Entry, State
 from tgi.router.scheduling.prefix_wait import PrefixLeaders
+from tgi.router.scheduling.queue import AGEING_S
 from tgi.shard_client.messages import Admit, Step
 
 
@@ -266,3 +269,141 @@ def test_without_chunks_newcomers_wait_for_company_or_for_their_turn() -> None:
     assert live(link) == [0, 1, 2, 3, 4]
     assert link.core.stats.concat == {"backpressure": 1, "wait_exceeded": 1}
     link.run()
+
+
+@pytest.mark.row("D: waiting_served_ratio, max_waiting_tokens, max_batch_size")
+@pytest.mark.parametrize("supports_chunking", [False, True])
+def test_waiting_tokens_begin_at_one_and_count_decode_steps(supports_chunking: bool) -> None:
+    link = joined(supports_chunking=supports_chunking, waiting_served_ratio=5.0, max_waiting_tokens=6)
+    first, _ = submit(link, make_request(range(4), 40))
+    link.until(lambda: first.decoding)
+    late, _ = submit(link, make_request(range(5), 40))
+    link.say()
+    if not supports_chunking:
+        assert late.state is State.QUEUED
+        link.until(lambda: late.state is State.LIVE)
+        assert len(first.generated) == 1 + 5
+    assert late.state is State.LIVE
+    link.run()
+
+
+@pytest.mark.row("D: waiting_served_ratio, max_waiting_tokens, max_batch_size")
+def test_without_chunks_company_that_has_no_row_does_not_count() -> None:
+    """TGI: fewer than the ratio wants, whether for want of requests or of rows, start nothing."""
+    link = joined(PlainShard(max_rows=4), supports_chunking=False, waiting_served_ratio=1.0, max_waiting_tokens=1_000)
+    for n in range(3):
+        submit(link, make_request(range(4 + n), 60))
+    link.round()
+    for _ in range(5):
+        submit(link, make_request(range(10), 5))
+    for _ in range(10):
+        link.round()
+    assert live(link) == [0, 1, 2]
+    link.run()
+    assert not link.core.queue
+
+
+@pytest.mark.row("D: waiting_served_ratio, max_waiting_tokens, max_batch_size")
+@pytest.mark.parametrize(("supports_chunking", "sizes"), [(False, [2, 1, 1]), (True, [4])])
+def test_without_chunks_the_prompts_of_one_admission_fit_one_step(supports_chunking: bool, sizes: list[int]) -> None:
+    link = joined(
+        PlainShard(num_blocks=2_000, prefill_budget=200),
+        supports_chunking=supports_chunking,
+        waiting_served_ratio=0.0,
+        max_batch_prefill_tokens=100,
+    )
+    seen: list[float] = []
+
+    def note(name: str, value: float, label: str | None, times: int = 1, /) -> None:
+        if name == "tgi_batch_next_size":
+            seen.append(value)
+
+    link.core.stats.observe = note
+    for num_prompt in (50, 50, 140, 30):  # one that is larger than the whole budget goes alone
+        submit(link, make_request([num_prompt % 50] * num_prompt, 30, use_cache=False))
+    link.run()
+    assert seen == sizes
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 60)), min_size=1, max_size=12),
+    st.sampled_from([1, 4, 16, 64]),
+    st.booleans(),
+)
+def test_an_admission_has_room_for_all_its_ids(sizes: list[tuple[int, int]], block_size: int, chunking: bool) -> None:
+    """Also one that comes back with half of its answer: where prompts are not chunked, a part of the room is none."""
+    num_blocks = max(5, 320 // block_size)
+    link = joined(PlainShard(num_blocks=num_blocks, block_size=block_size, window=4), supports_chunking=chunking)
+    for index, (num_prompt, num_answer) in enumerate(sizes):
+        submit(link, make_request([index % 50] * num_prompt, num_answer, ignore_eos=True))
+    for _ in range(5_000):
+        link.say()
+        for command in link.commands:
+            for admit in command.admit:
+                num_ids = (len(admit.prompt_ids) + len(admit.generated_ids)) // 4
+                assert len(admit.blocks) // 4 * block_size >= num_ids
+        if not link.round():
+            break
+    assert not link.core.rows
+    assert not link.core.queue
+
+
+# -- nobody starves ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_urgent_ones_does_not_starve_the_rest() -> None:
+    now = [0.0]
+    link = joined(PlainShard(max_rows=2, num_blocks=400), clock=lambda: now[0])
+    patient, sink = submit(link, make_request(range(8), 30, priority=-5))
+    urgent = [submit(link, make_request(range(5), 6, priority=5))[0] for _ in range(4)]
+    while sink.finish is None:
+        now[0] += 0.5
+        assert now[0] < 4 * AGEING_S, "it starves"
+        while len(link.core.queue) < 4:
+            urgent.append(submit(link, make_request(range(5), 6, priority=5))[0])
+        link.round()
+    assert patient.admitted_at is not None
+    assert AGEING_S <= patient.admitted_at <= 2 * AGEING_S
+    assert sum(entry.state is State.ENDED for entry in urgent) > 10, "the others went on meanwhile"
+    link.run()
+
+
+def test_who_rose_and_gave_way_rises_again() -> None:
+    """The pool is full of urgent ones, newcomers never end: what has aged is not made to give way by them for ever."""
+    now = [0.0]
+    link = joined(PlainShard(block_size=4, num_blocks=30, window=4), clock=lambda: now[0])
+    patient, sink = submit(link, make_request(range(8), 60, priority=-5, ignore_eos=True))
+    while sink.finish is None:
+        now[0] += 0.5
+        assert now[0] < 60 * AGEING_S, "it starves"
+        while len(link.core.queue) < 4:
+            submit(link, make_request(range(6), 30, priority=5, ignore_eos=True))
+        link.round()
+        link.check()
+    assert link.core.stats.preemptions > 0
+    assert patient.num_tokens == 68
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 80), st.integers(1, 20), st.sampled_from(["", "a", "b"]), st.sampled_from([0, 0, 4])),
+        min_size=1,
+        max_size=15,
+    ),
+    st.integers(1, 5),
+)
+def test_whatever_keeps_coming_everybody_gets_a_turn(first: list[tuple[int, int, str, int]], max_rows: int) -> None:
+    """Misfits, clients and priorities together, under a stream of small urgent ones from a client of their own."""
+    now = [0.0]
+    link = joined(PlainShard(max_rows=max_rows, block_size=4, num_blocks=30), clock=lambda: now[0])
+    entries = [
+        submit(link, make_request(range(num_prompt), num_answer, client=client, priority=priority))[0]
+        for num_prompt, num_answer, client, priority in first
+    ]
+    while not all(entry.state is State.ENDED for entry in entries):
+        now[0] += 1.0
+        assert now[0] < 3_000, "somebody starves"
+        while len(link.core.queue) < len(first) + 3:
+            submit(link, make_request([1, 2, 3], 4, client="stream", priority=4))
+        link.round()
+    link.check()

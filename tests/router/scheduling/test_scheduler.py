@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.scheduling import TOKENIZER, MemorySink, make_request
 from tests.fakes.scripted_shard import PlainShard, reference
 from tgi.enums import Phase
-from tgi.errors import ContextTooLong, Overloaded, TgiError, Unavailable
+from tgi.errors import ContextTooLong, Overloaded, StartupError, TgiError, Unavailable
 from tgi.router.backend import Backend, TokenEvent
 from tgi.router.scheduling import scheduler as scheduler_module
 from tgi.router.scheduling.core import SchedulerConfig
@@ -215,6 +215,43 @@ def test_a_shard_that_comes_back_goes_on(caplog: pytest.LogCaptureFixture) -> No
 
     asyncio.run(main())
     assert caplog.text.count("lost the model server") == 1
+
+
+def test_a_shard_that_was_started_again_is_warmed_up_before_its_stream(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        shard = MemoryShard(PlainShard())
+        answers: list[Exception | None] = [Unavailable("it loads"), StartupError("it does not fit"), None]
+        opened: list[int] = []
+
+        async def prepare() -> None:
+            opened.append(len(shard.streams))
+            answer = answers.pop(0)
+            if answer is not None:
+                raise answer
+
+        opening = shard.shard.opening
+        config = SchedulerConfig(opening.num_blocks, opening.block_size)
+        scheduler = Scheduler(shard, TOKENIZER, config, prepare=prepare)
+        await scheduler.start(5.0)
+        assert not opened, "whoever starts us has warmed it up"
+        sinks = [WaitingSink() for _ in range(3)]
+        tickets = [scheduler.schedule(make_request(range(n + 1), 40), sink) for n, sink in enumerate(sinks)]
+        await until(lambda: sinks[0].events)
+        shard.shard.renew_cache(2)
+        shard.streams[-1].break_off()
+        await until(lambda: opened)
+        assert not await scheduler.is_healthy()
+        tickets[1].cancel()  # a client leaves while nobody is there
+        assert scheduler.stats.queue_size == 2
+        await asyncio.gather(sinks[0].ended.wait(), sinks[2].ended.wait())
+        assert opened == [1, 1, 1]
+        for n in (0, 2):
+            assert sinks[n].ids == reference(make_request(range(n + 1)).prompt_ids, 40, 50)
+        assert not sinks[1].num_ends
+        await scheduler.close()
+
+    asyncio.run(main())
+    assert sum("model server" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
 
 
 def test_without_a_shard_for_long_requests_are_refused() -> None:

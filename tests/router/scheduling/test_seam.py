@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from tests.fakes.scripted_shard import PlainShard, alone
 from tests.fakes.seam import Workload, drive
+from tgi.router.memory import radix
 from tgi.router.scheduling.core import SchedulerCore
 
 NEAR_THE_END = (1 << 64) - 40
@@ -24,6 +26,7 @@ def run(load: Workload, seed: int, lag: int) -> tuple[SchedulerCore, PlainShard]
         lag=lag,
         speculated=load.speculated,
         vocab_size=load.vocab_size,
+        num_host_blocks=load.num_host_blocks,
     )
     core = drive(
         shard,
@@ -65,6 +68,21 @@ def test_random_histories(block_size: int, lag: int, speculated: int) -> None:
 def test_random_histories_without_sharing(speculated: int) -> None:
     for seed in range(2):
         run(tight(16, 4, speculated, prefix_caching=False), seed, lag=1)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_random_histories_with_a_host_tier(block_size: int, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams break, with copies on the way that then never happen. Few tokens are worth a copy here."""
+    monkeypatch.setattr(radix, "RETURN_WORTH", 4)
+    num_offloaded = num_returned = 0
+    for seed, num_host_blocks in enumerate((6, 40, 1_000)):
+        load = tight(block_size, 4, num_host_blocks=num_host_blocks)
+        core, _ = run(replace(load, breaks=0.005, renewals=0.1, longest_prompt=3 * load.longest_prompt), seed, lag)
+        num_offloaded += core.stats.offloaded_blocks
+        num_returned += core.stats.returned_blocks
+    assert num_offloaded > 20
+    assert num_returned > 10
 
 
 def test_handles_run_out_on_the_way() -> None:

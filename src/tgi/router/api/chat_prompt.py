@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tgi.errors import InvalidRequest
-from tgi.router.api.headers import priority_of, traceparent_of
+from tgi.router.api.headers import client_of, priority_of, traceparent_of
 from tgi.router.api.openai_request import grammar_of, parameters_of
 from tgi.router.api.services import Services
 from tgi.router.chat.answer import AnswerParser
@@ -79,6 +79,7 @@ async def validate_chat(
             call.received_at,
             traceparent_of(request),
             grammar=prompt.grammar,
+            client=client_of(request, body.user),
         )
     )
 

@@ -15,7 +15,7 @@ from tgi.router.api.answer import collect, rendered
 from tgi.router.api.body import BodyReader
 from tgi.router.api.completion_frames import CompletionFrames, Echo, Look, completion
 from tgi.router.api.errors import Refused, openai_response
-from tgi.router.api.headers import answer_headers, priority_of, stream_headers, traceparent_of
+from tgi.router.api.headers import answer_headers, client_of, priority_of, stream_headers, traceparent_of
 from tgi.router.api.openai_answer import Tally, head_of, joined, stream_usage
 from tgi.router.api.openai_answer import encode as _encode
 from tgi.router.api.openai_request import grammar_aside, parameters_of
@@ -119,6 +119,7 @@ async def _validate(
             traceparent=traceparent_of(request),
             prompt_ids=prompt.ids,
             grammar=grammar,
+            client=client_of(request, body.user),
         )
     )
     return replace(valid, prompt_top_n=body.logprobs or 0) if valid.prompt_logprobs else valid

@@ -15,7 +15,7 @@ from tgi.errors import TgiError
 from tgi.router.api.answer import collect, mean_logprob, rendered
 from tgi.router.api.body import BodyReader
 from tgi.router.api.errors import native_body, native_response
-from tgi.router.api.headers import answer_headers, priority_of, stream_headers, traceparent_of
+from tgi.router.api.headers import answer_headers, client_of, priority_of, stream_headers, traceparent_of
 from tgi.router.api.services import services_of
 from tgi.router.api.sse import EventStream
 from tgi.router.backend import Finish, PromptToken, TokenEvent, TopToken
@@ -100,7 +100,15 @@ def _wish(request: Request, body: GenerateRequest, received_at: float, is_stream
     priority = priority_of(request, wanted.priority)
     if priority != wanted.priority:
         wanted = msgspec.structs.replace(wanted, priority=priority)
-    return Wish(body.inputs, wanted, NATIVE, is_streaming, received_at, traceparent_of(request))
+    return Wish(
+        body.inputs,
+        wanted,
+        NATIVE,
+        is_streaming,
+        received_at,
+        traceparent_of(request),
+        client=client_of(request),
+    )
 
 
 class NativeFrames:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from math import floor
 
@@ -14,6 +15,8 @@ from tgi.observability.tracing import current_span
 from tgi.router.backend import Finish
 
 PRIORITY = "x-tgi-priority"
+CLIENT = "x-tgi-client"
+LONGEST_CLIENT = 64  # characters; longer names are kept as digests
 
 # W3C trace context; version ff is forbidden, and so are ids of zeros.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -42,6 +45,18 @@ def priority_of(request: Request, in_body: int | None) -> int | None:
     if priority is None or not -(2**31) <= priority < 2**31:
         raise InvalidRequest(f"the header `{PRIORITY}` must be an integer of 32 bits. Given: {given[:40]!r}", PRIORITY)
     return priority
+
+
+def client_of(request: Request, in_body: str | None = None) -> str:
+    """Who shares the server fairly with others; "" without a name.
+
+    The header's wins over the body's `user`: a gateway that knows its tenants sets it, so that none of them gains by
+    another `user` in each request.
+    """
+    name = request.headers.get(CLIENT) or in_body or ""
+    if len(name) <= LONGEST_CLIENT:
+        return name
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def stream_headers(compute_type: str, characters: int) -> list[tuple[bytes, bytes]]:

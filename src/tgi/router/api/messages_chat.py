@@ -35,6 +35,8 @@ def chat_of(
     """Raises InvalidRequest for what a text model cannot take and for tools that only Anthropic runs."""
     choice = body.tool_choice
     fields = shared_fields(body)
+    if body.metadata is not None:
+        fields["user"] = body.metadata.user_id
     fields["chat_template_kwargs"] = _thinking(body.thinking) | (body.chat_template_kwargs or {})
     return ChatRequest(
         **fields,

@@ -18,6 +18,8 @@ _PLAIN = {  # counter -> its field of SchedulerStats
     "tgi_prefix_prompt_tokens": "prompt_tokens",
     "tgi_prefix_hit_tokens": "cached_tokens",
     "tgi_prefix_evicted_blocks": "evicted_blocks",
+    "tgi_prefix_offloaded_blocks": "offloaded_blocks",
+    "tgi_prefix_returned_blocks": "returned_blocks",
     "tgi_batch_preemptions": "preemptions",
     "tgi_shard_reconnects": "reconnects",
     "tgi_shard_restarts": "restarts",
@@ -58,6 +60,9 @@ def follow(stats: SchedulerStats, metrics: Metrics, block_size: int, num_blocks:
         metrics.set("tgi_kv_blocks", stats.blocks_live, "live")
         metrics.set("tgi_kv_blocks", stats.blocks_cached, "cached")
         metrics.set("tgi_kv_blocks", stats.blocks_free, "free")
+        tell("tgi_shard_suspects", "cleared", stats.suspects_cleared)
+        tell("tgi_shard_suspects", "failed", stats.suspects_failed)
+        metrics.set("tgi_host_blocks", stats.blocks_host)
         for name, attribute in _PLAIN.items():
             tell(name, None, getattr(stats, attribute))
         for name, counter in labelled.items():

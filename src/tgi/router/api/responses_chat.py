@@ -36,8 +36,10 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         if getattr(body, name):
             raise InvalidRequest(f"`{name}` is not supported: {advice}", name)
     tools, choice = _tools_and_choice(body)
+    fields = shared_fields(body)
+    fields["user"] = body.safety_identifier or body.user  # the newer name of the same
     return ChatRequest(
-        **shared_fields(body),
+        **fields,
         messages=_messages(body),
         max_tokens=body.max_output_tokens,
         stop=body.stop,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from tgi.router.memory.node import Node
 from tgi.router.memory.packed import BLOCK_BYTES
-from tgi.router.memory.trie import Node
+from tgi.shard_client.messages import BlockMoves
 
 
 class Allocation:
@@ -46,6 +47,7 @@ class Allocator(Protocol):
     num_blocks: int  # block 0 included
     shares: bool  # may `cached_len` be above 0?
     num_evicted: int  # blocks of cached prefixes that had to make room, ever; flushed ones are not counted
+    num_host_blocks: int  # where evicted ones may go; 0: they are lost
 
     @property
     def num_free(self) -> int:
@@ -55,6 +57,21 @@ class Allocator(Protocol):
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: free ones and those of unused cached prefixes."""
+        ...
+
+    @property
+    def num_host_used(self) -> int:
+        """Blocks of the host that hold evicted prefixes."""
+        ...
+
+    @property
+    def num_offloaded(self) -> int:
+        """Blocks that went to the host, ever; of `num_evicted`."""
+        ...
+
+    @property
+    def num_returned(self) -> int:
+        """Blocks that came back from there, ever."""
         ...
 
     def allocate(
@@ -80,7 +97,15 @@ class Allocator(Protocol):
         ...
 
     def flush(self) -> int:
-        """Free all blocks of unused cached prefixes. -> how many"""
+        """Free all blocks of unused cached prefixes. -> how many, those of the host not counted"""
+        ...
+
+    def take_moves(self) -> BlockMoves:
+        """The copies that all calls since the last one count on, to be made before any row runs that they concern."""
+        ...
+
+    def forget(self, moves: Iterable[BlockMoves]) -> None:
+        """Nobody knows whether these copies were made: whatever prefix counts on one is dropped. No row may be live."""
         ...
 
     def check(self, live: Iterable[Allocation]) -> None:

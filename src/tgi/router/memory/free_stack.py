@@ -8,13 +8,13 @@ from tgi.router.memory.packed import BLOCK_BYTES
 
 
 class FreeStack:
-    """Blocks 1..num_blocks-1, the highest on top. Take and give cost a copy of the blocks concerned, nothing else."""
+    """Blocks first..num_blocks-1, the highest on top. Take and give cost a copy of the blocks concerned, no more."""
 
     __slots__ = ("_buffer", "num_free")
 
-    def __init__(self, num_blocks: int) -> None:
-        self._buffer = bytearray(array("I", range(1, num_blocks)).tobytes())
-        self.num_free = num_blocks - 1
+    def __init__(self, num_blocks: int, first: int = 1) -> None:
+        self._buffer = bytearray(array("I", range(first, num_blocks)).tobytes())
+        self.num_free = num_blocks - first
 
     def take(self, count: int) -> bytearray:
         """The topmost `count` blocks, lowest place first. The caller has made sure that they are there."""

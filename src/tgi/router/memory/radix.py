@@ -1,4 +1,4 @@
-"""RadixAllocator: blocks on demand, prefixes shared while their first row still runs."""
+"""RadixAllocator: blocks on demand, prefixes shared while their first row still runs, evicted ones kept on the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Iterable
 
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.free_stack import FreeStack
+from tgi.router.memory.node import Node
 from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
-from tgi.router.memory.trie import Node, RadixTrie
+from tgi.router.memory.trie import RadixTrie
+from tgi.shard_client.messages import BlockMoves
+
+# Tokens; less than this is computed again rather than brought back from the host. Per token a copy is several times
+# cheaper than a forward on CPUs and GPUs alike (tens of kilobytes over the bus against gigaflops), but every command
+# with copies pays a few launches per layer, in whose time some tens of tokens are read.
+RETURN_WORTH = 64
+# Tokens that go to the host at once, where there is one: growing rows would pay those launches for a block each. Of the
+# pool no more than a part, since what is sent ahead could have been found in the cache a little longer.
+SPILL_AHEAD, SPILL_PART = 512, 64
 
 
 class RadixAllocator:
@@ -16,13 +26,21 @@ class RadixAllocator:
 
     shares = True
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, return_worth: int | None = None
+    ) -> None:
+        """`num_host_blocks`: where evicted blocks go. `return_worth`: tokens that must be gained to bring
+        some back; None: RETURN_WORTH."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         self.num_evicted = 0
         self._free = FreeStack(num_blocks)
-        self._trie = RadixTrie(block_size)
+        self._trie = RadixTrie(block_size, num_host_blocks)
+        self._host = self._trie.host
         self._stride = block_size * ID_BYTES
+        self._spill_least = min(SPILL_AHEAD // block_size, num_blocks // SPILL_PART) if num_host_blocks else 0
+        self._return_worth = (RETURN_WORTH if return_worth is None else return_worth) * ID_BYTES
 
     @property
     def num_free(self) -> int:
@@ -31,6 +49,18 @@ class RadixAllocator:
     @property
     def num_available(self) -> int:
         return self._free.num_free + self._trie.num_unused
+
+    @property
+    def num_host_used(self) -> int:
+        return 0 if self._host is None else self._host.num_used
+
+    @property
+    def num_offloaded(self) -> int:
+        return 0 if self._host is None else self._host.num_offloaded
+
+    @property
+    def num_returned(self) -> int:
+        return 0 if self._host is None else self._host.num_returned
 
     def allocate(
         self, ids: bytes, num_tokens: int, *, namespace: bytes = b"", read: bool = True, reserve: int = 0
@@ -45,6 +75,11 @@ class RadixAllocator:
         if count + reserve > self.num_available:
             self._trie.unpin(node)
             return None
+        if node.spilled:
+            node, returned = self._bring_back(node, ids, cached_blocks * stride, limit)
+            parts.append(returned)
+            cached_blocks += len(returned) // BLOCK_BYTES
+            count -= len(returned) // BLOCK_BYTES
         private = self._take(count)
         blocks = b"".join((*parts, private))
         return Allocation(cached_blocks * self.block_size, blocks, private, node)
@@ -75,9 +110,21 @@ class RadixAllocator:
         allocation.node = None
 
     def flush(self) -> int:
-        blocks = self._trie.evict(self._trie.num_unused)
+        if self._host is not None:
+            self._host.clear()
+        blocks = self._trie.evict(self._trie.num_unused, spill=False)
         self._free.give(blocks)
         return len(blocks) // BLOCK_BYTES
+
+    def take_moves(self) -> BlockMoves:
+        return BlockMoves() if self._host is None else self._host.take_moves()
+
+    def forget(self, moves: Iterable[BlockMoves]) -> None:
+        doubtful: tuple[set[int], set[int]] = set(), set()  # of the cache, of the host
+        for some in moves:
+            for to_host, target in zip(some.to_host, memoryview(some.targets).cast("I")):
+                doubtful[to_host].add(target)
+        self._free.give(self._trie.forget(*map(frozenset, doubtful)))
 
     def check(self, live: Iterable[Allocation]) -> None:
         live = list(live)
@@ -105,6 +152,19 @@ class RadixAllocator:
         del private[: (end - begin) // self.block_size * BLOCK_BYTES]
         allocation.published_len = end
 
+    def _bring_back(self, node: Node, ids: bytes, begin: int, limit: int) -> tuple[Node, bytearray]:
+        """What the host has of `ids[begin:limit]` (bytes) below `node`, if it is worth a copy, gets blocks of the cache,
+        which must be available. -> where it ends, pinned instead of `node`; the blocks."""
+        host = self._host
+        assert host is not None
+        end = host.match(node, ids, begin, limit)
+        if end - begin < self._return_worth:
+            return node, bytearray()
+        # Withheld before blocks are taken: what is evicted for them may push others out of the host, not these.
+        withheld = host.withhold(node, ids, begin, end)
+        blocks = self._take((end - begin) // self._stride)
+        return self._trie.bring_back(node, withheld, blocks), blocks
+
     def _node(self, allocation: Allocation) -> Node:
         assert allocation.node is not None, "the allocation was freed"
         return allocation.node
@@ -112,8 +172,9 @@ class RadixAllocator:
     def _take(self, count: int) -> bytearray:
         missing = count - self._free.num_free
         if missing > 0:
-            self.num_evicted += missing
-            self._free.give(self._trie.evict(missing))
+            evicted = self._trie.evict(max(missing, self._spill_least))
+            self.num_evicted += len(evicted) // BLOCK_BYTES
+            self._free.give(evicted)
         return self._free.take(count)
 
     def _path_len(self, allocation: Allocation) -> int:

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.free_stack import FreeStack
 from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
+from tgi.shard_client.messages import BlockMoves
 
 
 class SimpleAllocator:
     """See Allocator. What `allocate` takes in ids and namespace is ignored, and `publish` does nothing."""
 
     shares = False
+    num_host_blocks = num_host_used = num_offloaded = num_returned = 0
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -57,6 +59,12 @@ class SimpleAllocator:
 
     def flush(self) -> int:
         return 0
+
+    def take_moves(self) -> BlockMoves:
+        return BlockMoves()
+
+    def forget(self, moves: Iterable[BlockMoves]) -> None:
+        pass
 
     def check(self, live: Iterable[Allocation]) -> None:
         places = [self._free.snapshot()]

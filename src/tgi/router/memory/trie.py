@@ -7,23 +7,11 @@ blocks and no rows; a user is a pin on the deepest node of its prefix.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from tgi.router.memory.host_tier import HostTier
+from tgi.router.memory.node import Node, first_of, shared_len
 from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
-
-
-class Node:
-    """An edge and its lower end. `held` counts own pins and held children: while it is above 0 the node stays."""
-
-    __slots__ = ("blocks", "children", "held", "key", "parent", "pins")
-
-    def __init__(self, key: bytearray, blocks: bytearray, parent: Node | None) -> None:
-        self.key = key  # packed ids; of a root, the namespace
-        self.blocks = blocks  # packed, one per block_size ids
-        self.children: dict[bytes, Node] = {}  # by their first block of ids
-        self.parent = parent
-        self.pins = 0
-        self.held = 0
 
 
 class RadixTrie:
@@ -31,10 +19,14 @@ class RadixTrie:
 
     Order of `_unused`: letting go of a node adds it behind those below it, and taking it removes its whole path. So a
     node always stands behind its children, and the first one is always a leaf.
+
+    With a host tier, what is evicted becomes a spilled node. Spilled ones hang below all others, so a leaf is a node
+    with nothing but spilled ones below it.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_host_blocks: int = 0) -> None:
         self.stride = block_size * ID_BYTES  # bytes of ids per block
+        self.host = HostTier(num_host_blocks, self.stride, self._drop_empty_root) if num_host_blocks else None
         self.num_blocks = 0
         self.num_unused = 0  # blocks of the nodes in `_unused`
         self._roots: dict[bytes, Node] = {}
@@ -68,14 +60,21 @@ class RadixTrie:
             return node, present
         stride = self.stride
         fresh = blocks[(present - begin) // stride * BLOCK_BYTES : (end - begin) // stride * BLOCK_BYTES]
+        if node.spilled:
+            node, adopted = self._adopt(node, ids, present, end, fresh)
+            if adopted == end:
+                return node, present
+            fresh = fresh[(adopted - present) // stride * BLOCK_BYTES :]
+        else:
+            adopted = present
         self.num_blocks += len(fresh) // BLOCK_BYTES
-        if node.pins == 1 and not node.children and node.parent is not None:
+        if node.pins == 1 and not (node.children or node.spilled) and node.parent is not None:
             # A leaf of nobody else's grows in place: a chunked prompt stays one node, a long chat too.
-            node.key += ids[present:end]
+            node.key += ids[adopted:end]
             node.blocks += fresh
             return node, present
-        leaf = Node(bytearray(ids[present:end]), fresh, node)
-        node.children[ids[present : present + stride]] = leaf
+        leaf = Node(bytearray(ids[adopted:end]), fresh, node)
+        node.children[ids[adopted : adopted + stride]] = leaf
         leaf.pins = leaf.held = 1
         node.held += 1
         self.unpin(node)
@@ -111,39 +110,112 @@ class RadixTrie:
             self.num_unused += len(node.blocks) // BLOCK_BYTES
             node = parent
 
+    # -- the host tier -------------------------------------------------------------------------------------------------
+
+    def bring_back(self, node: Node, withheld: list[Node], blocks: bytearray) -> Node:
+        """The `withheld` nodes, a path below `node`, get `blocks` of the cache. The caller's pin moves to their end."""
+        return self._revive(node, withheld, blocks, is_copy=True)
+
+    def _adopt(self, node: Node, ids: bytes, begin: int, end: int, blocks: bytearray) -> tuple[Node, int]:
+        """Spilled nodes that hold what was computed again take the `blocks` of that; the pin on `node` moves along.
+
+        -> the node where they end, and where that is (bytes).
+        """
+        host = self.host
+        assert host is not None
+        found = host.match(node, ids, begin, end)
+        if found == begin:
+            return node, begin
+        return self._revive(node, host.withhold(node, ids, begin, found), blocks, is_copy=False), found
+
+    def _revive(self, node: Node, withheld: list[Node], blocks: bytearray, is_copy: bool) -> Node:
+        host = self.host
+        assert host is not None
+        below, begin = node, 0
+        for revived in withheld:
+            taken = blocks[begin : begin + len(revived.blocks)]
+            host.release(revived, taken if is_copy else None)
+            revived.blocks = taken
+            first = bytes(revived.key[: self.stride])
+            del below.spilled[first]
+            below.children[first] = revived
+            self._unused[revived] = None  # until the pin comes
+            below, begin = revived, begin + len(taken)
+        self.num_blocks += begin // BLOCK_BYTES
+        self.num_unused += begin // BLOCK_BYTES
+        self.pin(below)
+        self.unpin(node)
+        return below
+
+    def forget(self, blocks: frozenset[int], host_blocks: frozenset[int]) -> bytearray:
+        """Remove what lies in one of these blocks, and all below it. Nothing may be pinned. -> blocks of the cache that
+        are free now"""
+        freed = bytearray()
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            keep = first_of(node.blocks, blocks)
+            if keep < len(node.blocks):
+                freed += self._cut(node, keep)
+            else:
+                stack.extend(node.children.values())
+        if self.host is not None:
+            self.host.forget(host_blocks)
+        return freed
+
+    def _cut(self, node: Node, keep: int) -> bytearray:
+        """Remove the blocks of `node` from byte `keep` on, and all below it. -> the blocks"""
+        freed = bytearray()
+        for below in reversed(list(self._subtree([node]))):
+            first = keep if below is node else 0
+            freed += below.blocks[first:]
+            if self.host is not None:
+                self.host.drop_below(below)
+            self._shorten(below, first)
+        self._count_out(freed)
+        return freed
+
     # -- eviction ------------------------------------------------------------------------------------------------------
 
-    def evict(self, num_blocks: int) -> bytearray:
-        """Give up `num_blocks` blocks, fewer when no more are unused: least recently used first, from a leaf's end."""
+    def evict(self, num_blocks: int, spill: bool = True) -> bytearray:
+        """Give up `num_blocks` blocks, fewer when no more are unused: least recently used first, from a leaf's end.
+
+        Where there is a host tier they go there, if `spill`; otherwise nothing may be left in it.
+        """
+        host = self.host if spill else None
         evicted = bytearray()
         wanted = num_blocks * BLOCK_BYTES
         while len(evicted) < wanted and self._unused:
             leaf = next(iter(self._unused))
-            missing = wanted - len(evicted)
-            if len(leaf.blocks) > missing:
-                keep = len(leaf.blocks) - missing
-                evicted += leaf.blocks[keep:]
-                del leaf.blocks[keep:]
-                del leaf.key[keep // BLOCK_BYTES * self.stride :]
-            else:
-                evicted += leaf.blocks
-                self._remove(leaf)
-        count = len(evicted) // BLOCK_BYTES
-        self.num_blocks -= count
-        self.num_unused -= count
+            keep = max(0, len(leaf.blocks) - (wanted - len(evicted)))
+            evicted += leaf.blocks[keep:] if keep else leaf.blocks
+            if host is not None:
+                host.spill(leaf, keep)
+            self._shorten(leaf, keep)
+        self._count_out(evicted)
         return evicted
 
-    def _remove(self, leaf: Node) -> None:
+    def _count_out(self, blocks: bytearray) -> None:
+        count = len(blocks) // BLOCK_BYTES
+        self.num_blocks -= count
+        self.num_unused -= count
+
+    def _shorten(self, leaf: Node, keep: int) -> None:
+        """Take the blocks from byte `keep` on out of an unused leaf, and the leaf out of the trie when none is left."""
         assert not leaf.children, "a node stands before its children"
+        if keep:
+            del leaf.blocks[keep:]
+            del leaf.key[keep // BLOCK_BYTES * self.stride :]
+            return
         del self._unused[leaf]
         parent = leaf.parent
         assert parent is not None
         del parent.children[bytes(leaf.key[: self.stride])]
-        if parent.parent is None and not parent.held:
+        if parent.parent is None:
             self._drop_empty_root(parent)
 
     def _drop_empty_root(self, root: Node) -> None:
-        if not root.children:
+        if not (root.held or root.children or root.spilled):
             del self._roots[bytes(root.key)]
 
     # -- walking -------------------------------------------------------------------------------------------------------
@@ -191,7 +263,11 @@ class RadixTrie:
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        return self._subtree(child for root in self._roots.values() for child in root.children.values())
+
+    def _subtree(self, tops: Iterable[Node]) -> Iterator[Node]:
+        """These and every node of the cache below, parents first."""
+        stack = list(tops)
         while stack:
             node = stack.pop()
             yield node
@@ -209,7 +285,7 @@ class RadixTrie:
         assert set(pins) <= set(roots + nodes), "a pinned node has left the trie"
         for namespace, root in self._roots.items():
             assert (root.key, root.parent, root.blocks) == (namespace, None, b""), "a root is broken"
-            assert root.children or root.held, "an empty root was left behind"
+            assert root.children or root.spilled or root.held, "an empty root was left behind"
         for node in nodes:
             assert len(node.key) == len(node.blocks) // BLOCK_BYTES * self.stride > 0, "key and blocks differ"
         place = {node: index for index, node in enumerate(self._unused)}
@@ -220,24 +296,5 @@ class RadixTrie:
             assert all(place[child] < index for child in node.children.values()), "a node stands before its children"
         assert self.num_unused == sum(len(node.blocks) for node in place) // BLOCK_BYTES, "num_unused is wrong"
         assert self.num_blocks == sum(len(node.blocks) for node in nodes) // BLOCK_BYTES, "num_blocks is wrong"
-
-
-def shared_len(ids: bytes, begin: int, end: int, key: bytes | bytearray, stride: int) -> int:
-    """Bytes, a multiple of `stride`, up to which `key` and `ids[begin:end]` agree: gallop, then bisect, by memcmp."""
-    limit = min(end - begin, len(key)) // stride
-    with memoryview(key) as view:
-        low, step = 0, 1  # the first `low` blocks agree
-        while low < limit:
-            high = min(low + step, limit)
-            if not ids.startswith(view[low * stride : high * stride], begin + low * stride):
-                break
-            low, step = high, step * 2
-        else:
-            return low * stride
-        while high - low > 1:  # the blocks up to `high` do not all agree
-            middle = (low + high) // 2
-            if ids.startswith(view[low * stride : middle * stride], begin + low * stride):
-                low = middle
-            else:
-                high = middle
-    return low * stride
+        if self.host is not None:
+            self.host.check(iter(roots + nodes))

@@ -1,7 +1,8 @@
 """Queue, rows and memory -> who starts now. Sends nothing.
 
-Order: as the queue says. One that does not fit lets others go first, but only so many: then the line waits for it. One
-that already ran lets nobody go first, so a full pool never trades it for a newcomer.
+Order: as the queue says. It hears of each start at once, since that may change who is next. One that does not fit lets
+others go first, but only so many: then the line waits for it. One that already ran lets nobody go first, so a full pool
+never trades it for a newcomer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PrefillGate:
     def __init__(self, waiting_served_ratio: float, max_waiting_tokens: int) -> None:
         self._ratio = waiting_served_ratio
         self._max_waiting_tokens = max_waiting_tokens
-        self._waiting_tokens = 0  # decode steps since the last admission
+        self._waiting_tokens = 1  # and the decode steps since the last admission, counted as TGI does
 
     def count_steps(self, steps: int) -> None:
         self._waiting_tokens += steps
@@ -38,7 +39,7 @@ class PrefillGate:
         return "backpressure" if num_waiting >= least else None
 
     def admitted(self) -> None:
-        self._waiting_tokens = 0
+        self._waiting_tokens = 1
 
 
 def admit_waiting(
@@ -49,16 +50,26 @@ def admit_waiting(
     max_rows: int,
     window: int,
     start: Callable[[Entry], None],
-) -> None:
-    """Move entries from the queue to the rows as long as they fit. `start` is told of each."""
+    max_prefill: int | None = None,
+    is_held: Callable[[Entry], bool] = lambda entry: False,
+) -> bool:
+    """Move entries from the queue to the rows as long as they fit. `start` is told of each, who `is_held` stays.
+
+    `max_prefill`: tokens that those of one call may have to compute together; one that has more goes alone. -> did
+    that limit stop somebody, who can go at the next call?
+    """
+    if len(rows) >= max_rows:
+        return False  # before the queue is looked through
     block_size = allocator.block_size
     admitted: list[Entry] = []
     misfits: list[Entry] = []
+    num_prefill = 0
+    is_cut = False
     try:
         for entry in queue:
             if len(rows) >= max_rows or not rows.has_handles or len(misfits) >= MAX_MISFITS:
                 break
-            if leaders.must_wait(entry):
+            if is_held(entry) or leaders.must_wait(entry):
                 continue
             allocation = allocator.allocate(
                 entry.ids,
@@ -72,8 +83,15 @@ def admit_waiting(
                     break
                 misfits.append(entry)
                 continue
+            num_computed = entry.num_tokens - allocation.cached_len
+            num_prefill += num_computed
+            if max_prefill is not None and admitted and num_prefill > max_prefill:
+                allocator.free(allocation)
+                is_cut = True
+                break
             rows.add(entry, allocation, block_size, window)
             admitted.append(entry)
+            queue.serve(entry, num_computed)
             if allocator.shares:
                 leaders.add(entry)
             for misfit in misfits:
@@ -85,3 +103,4 @@ def admit_waiting(
             entry.passed_over = 0
     for entry in admitted:
         start(entry)
+    return is_cut

@@ -19,6 +19,7 @@ from tgi.router.memory.allocator import Allocation, Allocator
 from tgi.router.memory.radix import RadixAllocator
 from tgi.router.memory.simple import SimpleAllocator
 from tgi.router.scheduling.admission import PrefillGate, admit_waiting
+from tgi.router.scheduling.block_moves import UnconfirmedMoves
 from tgi.router.scheduling.budget import blocks_for, window_tokens
 from tgi.router.scheduling.entry import AnswerText, Entry, State, Vocabulary
 from tgi.router.scheduling.live import LAST_HANDLE, LiveRows
@@ -27,12 +28,14 @@ from tgi.router.scheduling.prefix_wait import PrefixLeaders
 from tgi.router.scheduling.queue import WaitingQueue
 from tgi.router.scheduling.stats import Method, SchedulerStats
 from tgi.router.scheduling.step_handler import StepHandler
+from tgi.router.scheduling.suspects import Suspects
 from tgi.router.validation.request import Siblings, ValidRequest
 from tgi.shard_client.messages import Admit, Command, Opening, Step
 
 logger = logging.getLogger(__name__)
 
-MAX_BARREN_LOSSES = 5  # shards that may die under a request that gets no token meanwhile
+MAX_BARREN_CUTS = 3  # streams that may break under a request without a token before somebody must be at fault
+MAX_BARREN_LOSSES = 20  # of any kind: more than it takes to find a poison among 100,000, so nothing goes on for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,9 @@ class SchedulerConfig:
     prefix_caching: bool = True
     speculate: int = 0
     supports_chunking: bool = True
-    waiting_served_ratio: float = 0.3  # both only where prefill cannot be chunked
+    waiting_served_ratio: float = 0.3  # all three only where prefill cannot be chunked
     max_waiting_tokens: int = 20
+    max_batch_prefill_tokens: int | None = None
     queue_timeout_s: float | None = None
     unavailable_after_s: float = 30.0  # new requests are refused when the shard has been away for longer
 
@@ -62,14 +66,16 @@ class SchedulerCore:
         next_handle: int = 1,
     ) -> None:
         self.stats = SchedulerStats()
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue(clock)
         self.rows = LiveRows(next_handle)
         self.allocator: Allocator = _make_allocator(config.prefix_caching, config.num_blocks, config.block_size)
         self._config = config
         self._eos_ids = tuple(vocabulary.eos_ids)
         self._open_text = open_text
         self._clock = clock
-        self._steps = StepHandler(self.rows, vocabulary, self.stats, clock, self._leave, self._fail)
+        self._suspects: Suspects[Siblings | Entry] = Suspects()
+        self._lost: list[tuple[Entry, bool]] = []  # ran when the stream was lost; True: had yielded a token
+        self._steps = StepHandler(self.rows, vocabulary, self.stats, clock, self._finish, self._fail, self._clear)
         self._leaders = PrefixLeaders(config.block_size)
         self._gate = PrefillGate(config.waiting_served_ratio, config.max_waiting_tokens)
         self._found_by_first: WeakKeyDictionary[Siblings, int] = WeakKeyDictionary()  # cached tokens
@@ -82,7 +88,8 @@ class SchedulerCore:
         self._is_mid_step = False
         self._seen = 0  # last Step handled
         self._said = 0  # and last told
-        self._evicted_before = 0  # blocks, by the allocators before this one
+        self._blocks_before: Counter[str] = Counter()  # as counted by the allocators before this one
+        self._moves = UnconfirmedMoves()
         # What the next pass has to do, and what it has decided.
         self._may_admit = True  # somebody may start who could not at the last pass
         self._short: dict[int, Entry] = {}  # rows that want blocks, by handle
@@ -160,9 +167,10 @@ class SchedulerCore:
         if self.rows:
             self.stream_lost()
         allocator = self.allocator
-        shape = (opening.num_blocks, opening.block_size)
+        shape = (opening.num_blocks, opening.block_size, opening.num_host_blocks)
         self._count_stream(kv_epoch)
-        if kv_epoch != self._kv_epoch or shape != (allocator.num_blocks, allocator.block_size):
+        self._judge(has_died=kv_epoch != self._last_epoch)
+        if kv_epoch != self._kv_epoch or shape != _shape(allocator):
             self._renew_allocator(*shape)
         self._kv_epoch = self._last_epoch = kv_epoch
         self._opening = opening
@@ -188,11 +196,14 @@ class SchedulerCore:
         if not keep_memory:
             self._kv_epoch = None
         lost = list(self.rows)
+        self._lost += [(entry, entry.decoding) for entry in lost]
         for entry in lost:
             entry.barren_losses += 1
             self._requeue(entry, tell_shard=False, keep_memory=keep_memory)
-        if not keep_memory:
-            self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
+        if keep_memory:
+            self._moves.stream_lost(self.allocator)
+        else:
+            self._renew_allocator(*_shape(self.allocator))
         self._opening = None
         self._is_mid_step = False
         # What was decided and not yet said names handles and blocks of the stream that is gone.
@@ -200,7 +211,7 @@ class SchedulerCore:
         self._update_gauges()
         for entry in lost:  # when all are back in the queue: who fails takes its siblings along
             if entry.barren_losses > MAX_BARREN_LOSSES:
-                self._fail(entry, GenerationFailed("the model server died repeatedly while it ran this"), False)
+                self._fail(entry, _deadly(), False)
 
     def handle_step(self, step: Step) -> None:
         for _ in self.step_work(step):
@@ -211,7 +222,8 @@ class SchedulerCore:
         if step.opening is not None:
             self.stream_opened(step.opening, step.kv_epoch)
             return
-        if self._opening is None:
+        opening = self._opening
+        if opening is None:
             return  # a step of a stream that was given up
         self._is_mid_step = True
         began = self._clock()
@@ -219,6 +231,7 @@ class SchedulerCore:
         yield from self._steps.work(step, self.allocator, self._leaders, self._short)
         self._is_mid_step = False
         self._seen = step.number
+        self._moves.confirm(step.number, opening.window)
         if step.kv_epoch != self._kv_epoch:
             self._change_epoch(step.kv_epoch)
         if step.progress_handles or len(self._leaders) != num_leaders:
@@ -235,10 +248,11 @@ class SchedulerCore:
             self._grant()
         if self._may_admit and self.queue:
             self._start_waiting(opening)
-        command = Command(self._seen, self._cancel, self._grow, self._admit)
+        command = Command(self._seen, self._cancel, self._grow, self._admit, self.allocator.take_moves())
         if not command and self._seen - self._said < max(1, opening.window // 2):
             return None
         self._said = self._seen
+        self._moves.say(self._seen, command.moves)
         self._cancel, self._grow, self._admit = [], [], []
         self._update_gauges()
         return command
@@ -264,13 +278,13 @@ class SchedulerCore:
     def _start_waiting(self, opening: Opening) -> None:
         reason = "chunking"
         if not self._config.supports_chunking and self.rows:
-            opens = self._gate.opens(len(self.queue), len(self.rows))
+            opens = self._gate.opens(min(len(self.queue), opening.max_rows - len(self.rows)), len(self.rows))
             if opens is None:
                 return  # asked again after the next Step
             reason = opens
         had_rows, began = bool(self.rows), self._clock()
         self._may_admit = False  # who is left is tried again when something has changed for them
-        admit_waiting(
+        is_cut = admit_waiting(
             self.queue,
             self.rows,
             self._leaders,
@@ -278,7 +292,11 @@ class SchedulerCore:
             opening.max_rows,
             self._rules.window,
             self._start,
+            None if self._config.supports_chunking else self._config.max_batch_prefill_tokens,
+            self._is_held,
         )
+        if is_cut:
+            self._may_admit = True
         if self._admit:
             self._gate.admitted()
             self.stats.observe("tgi_batch_next_size", len(self._admit), None)
@@ -301,6 +319,38 @@ class SchedulerCore:
         found, siblings = entry.allocation.cached_len, entry.request.siblings
         return found if siblings is None else self._found_by_first.setdefault(siblings, found)
 
+    # -- who kills the shard -------------------------------------------------------------------------------------------
+
+    def _judge(self, has_died: bool) -> None:
+        """A stream follows one that was lost: who did it? A cut is nobody's fault, unless it comes again and again."""
+        lost, self._lost = self._lost, []
+        ran: dict[Siblings | Entry, bool] = {}
+        for entry, has_yielded in lost:
+            if entry.state is not State.ENDED:
+                ran[entry.suspect] = ran.get(entry.suspect, False) or has_yielded
+                has_died |= entry.barren_losses >= MAX_BARREN_CUTS
+        if not has_died or not ran:
+            return
+        culprit = self._suspects.died(ran)
+        for entry in [entry for entry in self.queue if entry.suspect is culprit]:
+            self.stats.suspects_failed += entry.state is not State.ENDED
+            self._fail(entry, _deadly(), False)
+
+    def _is_held(self, entry: Entry) -> bool:
+        return bool(self._suspects) and self._suspects.holds(entry.suspect)
+
+    def _clear(self, entry: Entry) -> None:
+        """Its row has yielded a token."""
+        if self._suspects and self._suspects.clear(entry.suspect):
+            self.stats.suspects_cleared += 1
+            self._may_admit = True
+
+    def _acquit(self, entry: Entry) -> None:
+        """It ends. (One of siblings that ends without a token takes the others along, and with one it was cleared.)"""
+        if self._suspects:
+            self._suspects.remove(entry.suspect)
+            self._may_admit = True
+
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self, entry: Entry, tell_shard: bool, publish: bool = True) -> None:
@@ -314,6 +364,10 @@ class SchedulerCore:
             self.allocator.free(allocation, entry.ids, entry.num_computed)
         else:
             self.allocator.free(allocation)
+
+    def _finish(self, entry: Entry, tell_shard: bool) -> None:
+        self._leave(entry, tell_shard)
+        self._acquit(entry)
 
     def _drop_row(self, entry: Entry, tell_shard: bool) -> Allocation:
         self._leaders.remove(entry)
@@ -339,6 +393,7 @@ class SchedulerCore:
             self.queue.remove(entry)
             self._may_admit = True
         entry.state = State.ENDED
+        self._acquit(entry)
         self._update_gauges()
 
     def _fail(self, entry: Entry, error: TgiError, tell_shard: bool) -> None:
@@ -354,13 +409,14 @@ class SchedulerCore:
         """The cache was replaced under the stream: nothing of it holds any more, every row starts over from its ids."""
         for entry in list(self.rows):
             self._requeue(entry, tell_shard=True)
-        self._renew_allocator(self.allocator.num_blocks, self.allocator.block_size)
+        self._renew_allocator(*_shape(self.allocator))
         self._kv_epoch = self._last_epoch = kv_epoch
 
-    def _renew_allocator(self, num_blocks: int, block_size: int) -> None:
+    def _renew_allocator(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         assert not self.rows, "a row would keep blocks of a pool that is gone"
-        self._evicted_before += self.allocator.num_evicted
-        self.allocator = _make_allocator(self._config.prefix_caching, num_blocks, block_size)
+        self._blocks_before = self._blocks_ever()
+        self._moves.clear()
+        self.allocator = _make_allocator(self._config.prefix_caching, num_blocks, block_size, num_host_blocks)
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -413,8 +469,30 @@ class SchedulerCore:
         stats.blocks_free = allocator.num_free
         stats.blocks_cached = allocator.num_available - allocator.num_free
         stats.blocks_live = allocator.num_blocks - 1 - allocator.num_available
-        stats.evicted_blocks = self._evicted_before + allocator.num_evicted
+        stats.blocks_host = allocator.num_host_used
+        ever = self._blocks_ever()
+        stats.evicted_blocks = ever["evicted"]
+        stats.offloaded_blocks = ever["offloaded"]
+        stats.returned_blocks = ever["returned"]
+
+    def _blocks_ever(self) -> Counter[str]:
+        allocator, before = self.allocator, self._blocks_before
+        return Counter(
+            evicted=before["evicted"] + allocator.num_evicted,
+            offloaded=before["offloaded"] + allocator.num_offloaded,
+            returned=before["returned"] + allocator.num_returned,
+        )
 
 
-def _make_allocator(prefix_caching: bool, num_blocks: int, block_size: int) -> Allocator:
-    return (RadixAllocator if prefix_caching else SimpleAllocator)(num_blocks, block_size)
+def _deadly() -> GenerationFailed:
+    return GenerationFailed("the model server died repeatedly while it ran this")
+
+
+def _make_allocator(prefix_caching: bool, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> Allocator:
+    if not prefix_caching:
+        return SimpleAllocator(num_blocks, block_size)
+    return RadixAllocator(num_blocks, block_size, num_host_blocks)
+
+
+def _shape(allocator: Allocator) -> tuple[int, int, int]:
+    return allocator.num_blocks, allocator.block_size, allocator.num_host_blocks

@@ -13,8 +13,9 @@ from tgi.router.backend import PromptToken, Sink, Times
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.packed import ID_BYTES
 from tgi.router.scheduling.budget import SHARING_WORTH
+from tgi.router.scheduling.fairness import Account
 from tgi.router.scheduling.prompt_tokens import PromptTokens, Tops
-from tgi.router.validation.request import ValidRequest
+from tgi.router.validation.request import Siblings, ValidRequest
 from tgi.shard_client.messages import Admit, PromptLogprobs, Stopping
 
 
@@ -76,6 +77,7 @@ class Entry:
         "_prompt_logprobs",
         "_prompt_logprobs_missing",
         "_prompt_tops",
+        "account",
         "admitted_at",
         "allocation",
         "barren_losses",
@@ -92,6 +94,7 @@ class Entry:
         "num_prompt",
         "passed_over",
         "prefix_key",
+        "priority",
         "queued_at",
         "request",
         "returning",
@@ -131,8 +134,10 @@ class Entry:
         self.passed_over = 0  # how many younger ones went first since it did not fit
         self.prefix_key = (self.namespace, request.prompt_ids[:PREFIX_HEAD])  # what sharers have in common at least
         self.waits_for: PrefixWait | None = None
+        self.account = Account()  # the queue puts its client's in place
+        self.priority = request.priority  # or what ageing had brought it to when it started
         self.lent_priority = request.priority  # of the most urgent request that waits for this one's prefix
-        self.barren_losses = 0  # shards lost under it since its last token
+        self.barren_losses = 0  # streams lost under it since its last token
         self.handle = 0
         self.allocation: Allocation | None = None
         self.room = 0  # tokens that its blocks can hold
@@ -143,6 +148,11 @@ class Entry:
         self._prompt_logprobs: array[float] | None = None
         self._prompt_logprobs_missing = self.num_prompt if request.prompt_logprobs else 0
         self._prompt_tops: Tops | None = None
+
+    @property
+    def suspect(self) -> Siblings | Entry:
+        """Who fails for it: siblings are one request."""
+        return self.request.siblings or self
 
     @property
     def num_tokens(self) -> int:
@@ -165,8 +175,8 @@ class Entry:
 
     @property
     def seniority(self) -> tuple[int, int]:
-        """Smaller goes first: priority (own or lent), then arrival."""
-        return (-max(self.request.priority, self.lent_priority), self.sequence)
+        """Smaller goes first: priority (own, aged or lent), then arrival."""
+        return (-max(self.priority, self.lent_priority), self.sequence)
 
     def cancel(self) -> None:
         self._cancel(self)
@@ -189,7 +199,7 @@ class Entry:
                 stop_ids=stopping.stop_ids,
                 ignore_eos=stopping.ignore_eos,
             ),
-            priority=request.priority,
+            priority=self.priority,
             top_n=request.top_n,
             prompt_logprobs=bool(self._prompt_logprobs_missing),
             prompt_top_n=request.prompt_top_n if self._prompt_logprobs_missing else 0,

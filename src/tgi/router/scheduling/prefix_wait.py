@@ -6,8 +6,8 @@ rows and their prompts, not the queue: about a waiter it is asked again at every
 
 from __future__ import annotations
 
+from tgi.router.memory.node import shared_len
 from tgi.router.memory.packed import ID_BYTES
-from tgi.router.memory.trie import shared_len
 from tgi.router.scheduling.budget import SHARING_WORTH
 from tgi.router.scheduling.entry import Entry, PrefixWait
 
@@ -50,7 +50,7 @@ class PrefixLeaders:
             wait = entry.waits_for = self._best(entry)
         if wait is None:
             return False
-        wait.leader.lent_priority = max(wait.leader.lent_priority, entry.request.priority)
+        wait.leader.lent_priority = max(wait.leader.lent_priority, entry.priority)
         return True
 
     def _lasts(self, wait: PrefixWait) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from tgi.enums import Phase
-from tgi.errors import StartupError, Unavailable
+from tgi.errors import StartupError, TgiError, Unavailable
 from tgi.router.backend import Flushed, Sink
 from tgi.router.scheduling.core import SchedulerConfig, SchedulerCore
 from tgi.router.scheduling.entry import AnswerText, Entry, Vocabulary
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 SLICE_S = 0.005  # longest turn of the loop that handling a Step may take
 RECONNECT_S = (0.02, 1.0)  # first and longest pause between two attempts
+REMINDER_S = 30.0  # between two lines about a shard that is away
+HEALTH_TIMEOUT_S = 3.0  # Health comes from a thread of its own, however busy the shard is; probes do not wait for long
 EXPIRE_S = 0.25  # how often the queue is searched for the overdue
 
 
@@ -47,7 +49,8 @@ class Shard(Protocol):
 class Scheduler:
     """One per router. `start()` before use, `close()` at the end; in between it survives the shard.
 
-    `stats` is what metrics read.
+    `stats` is what metrics read. `prepare` runs before each stream but the first: it has a shard that was started again
+    size its cache, and may take minutes. Raises Unavailable or StartupError when there is no such shard yet.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         open_text: Callable[[ValidRequest], AnswerText] | None = None,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         if open_text is None:
             assert isinstance(tokenizer, Tokenizer), "another vocabulary needs its own open_text"
@@ -64,11 +68,12 @@ class Scheduler:
         self.core = SchedulerCore(config, tokenizer, open_text)
         self._shard = shard
         self._config = config
+        self._prepare = prepare
         self._stream: Stream | None = None  # while open and past its Step 0
         self._opened = asyncio.Event()
         self._is_lost = False  # the shard does not answer, as opposed to a stream that we ended ourselves
         self._is_ending = False
-        self._down_since = time.monotonic()
+        self._down_since = self._told_at = time.monotonic()
         self._flush_is_due = False
         self._closing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +114,7 @@ class Scheduler:
         self._flush_soon()
         return entry
 
-    async def is_healthy(self, timeout_s: float = 5.0) -> bool:
+    async def is_healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         if self._stream is None:
             return False
         try:
@@ -152,13 +157,15 @@ class Scheduler:
             keep_memory = True
             stream: Stream | None = None
             try:
+                if self._prepare is not None and self._opened.is_set():
+                    await self._prepare()
                 stream = self._shard.stream()
                 async for step in stream:
                     await self._handle(stream, step)
-                    pause = RECONNECT_S[0]
-            except Unavailable as error:
-                if self._stream is not None:
-                    logger.warning("lost the model server, running requests wait: %s", error)
+                    if step.opening is None:
+                        pause = RECONNECT_S[0]
+            except (Unavailable, StartupError) as error:
+                self._tell(error)
                 self._is_lost = True
             except Exception:
                 logger.exception("handling a step failed; running requests start again from what they have")
@@ -171,6 +178,17 @@ class Scheduler:
             await asyncio.sleep(pause)
             pause = min(2 * pause, RECONNECT_S[1])
 
+    def _tell(self, error: TgiError) -> None:
+        """Of a loss at once, and then now and then as long as it lasts."""
+        now = time.monotonic()
+        if self._stream is not None:
+            logger.warning("lost the model server, running requests wait: %s", error)
+        elif now - self._told_at >= REMINDER_S:
+            logger.warning("no model server since %.0f s, requests wait: %s", now - self._down_since, error)
+        else:
+            return
+        self._told_at = now
+
     async def _handle(self, stream: Stream, step: Step) -> None:
         deadline = time.perf_counter() + SLICE_S
         for _ in self.core.step_work(step):
@@ -178,6 +196,9 @@ class Scheduler:
                 await asyncio.sleep(0)
                 deadline = time.perf_counter() + SLICE_S
         if step.opening is not None:
+            if self._opened.is_set() and self._is_lost:
+                away_s = time.monotonic() - self._down_since
+                logger.info("the model server is back after %.1f s, running requests go on", away_s)
             self._stream = stream
             self._is_lost = False
             self._opened.set()

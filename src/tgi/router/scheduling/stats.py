@@ -30,6 +30,7 @@ class SchedulerStats:
     blocks_live: int = 0  # tgi_kv_blocks: used by rows
     blocks_cached: int = 0  # hold prefixes that nobody uses now
     blocks_free: int = 0
+    blocks_host: int = 0  # tgi_host_blocks: of the host that hold evicted prefixes
     rows_waiting: int = 0  # for blocks
     # counters
     inference_count: Counter[Method] = field(default_factory=Counter)  # tgi_batch_inference_count, engine steps
@@ -41,9 +42,13 @@ class SchedulerStats:
     prompt_tokens: int = 0  # tgi_prefix_prompt_tokens: of admitted prompts
     cached_tokens: int = 0  # tgi_prefix_hit_tokens: of these, found in the prefix tree
     evicted_blocks: int = 0  # tgi_prefix_evicted_blocks
+    offloaded_blocks: int = 0  # tgi_prefix_offloaded_blocks: of these, kept on the host
+    returned_blocks: int = 0  # tgi_prefix_returned_blocks: brought back from there
     generated_tokens: int = 0
     reconnects: int = 0  # tgi_shard_reconnects: streams after the first
     restarts: int = 0  # tgi_shard_restarts: of these, with another KV cache
+    suspects_cleared: int = 0  # tgi_shard_suspects, by what came of it
+    suspects_failed: int = 0
     # observations: tgi_batch_next_size; tgi_batch_{inference,forward,decode,filter}_duration with their method;
     # tgi_batch_concat_duration; in lots tgi_request_skipped_tokens and tgi_request_inter_token_duration. What concerns
     # one request alone is observed by infer.py, at its end.

@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Iterator
 
 from tgi.enums import EndReason, FinishReason
-from tgi.errors import GenerationFailed, TgiError
+from tgi.errors import GenerationFailed, InvalidRequest, TgiError
 from tgi.router.backend import Finish, TokenEvent, TopToken
 from tgi.router.memory.allocator import Allocator
 from tgi.router.scheduling.entry import Entry, State, Vocabulary
 from tgi.router.scheduling.live import LiveRows
 from tgi.router.scheduling.prefix_wait import PrefixLeaders
 from tgi.router.scheduling.stats import SchedulerStats
-from tgi.shard_client.messages import Step, TopTokens
+from tgi.shard_client.messages import RowError, Step, TopTokens
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,10 @@ _REASONS = {
 
 
 class StepHandler:
-    """`leave(entry, tell_shard)` gives row and blocks back; `fail(entry, error, tell_shard)` also ends the answer."""
+    """`leave(entry, tell_shard)` gives row and blocks back; `fail(entry, error, tell_shard)` also ends the answer.
+
+    `clear(entry)` hears of the first token of each row.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class StepHandler:
         clock: Callable[[], float],
         leave: Callable[[Entry, bool], None],
         fail: Callable[[Entry, TgiError, bool], None],
+        clear: Callable[[Entry], None],
     ) -> None:
         self._rows = rows
         self._vocabulary = vocabulary
@@ -48,6 +52,7 @@ class StepHandler:
         self._clock = clock
         self._leave = leave
         self._fail = fail
+        self._clear = clear
         self._last_at = 0.0  # when the Step before came
 
     def work(self, step: Step, allocator: Allocator, leaders: PrefixLeaders, short: dict[int, Entry]) -> Iterator[None]:
@@ -97,7 +102,7 @@ class StepHandler:
         for error in step.errors:
             entry = get(error.handle)
             if entry is not None:
-                self._fail(entry, GenerationFailed(error.message or error.code), False)
+                self._fail(entry, _fault(error), False)
 
     def _prefill(self, step: Step, allocator: Allocator, leaders: PrefixLeaders) -> Iterator[None]:
         get = self._rows.get
@@ -128,6 +133,7 @@ class StepHandler:
         self._publish(entry, allocator)
         leaders.remove(entry)
         entry.decoding = True
+        self._clear(entry)
         if entry.first_token_at is None:
             entry.first_token_at = self._clock()
         if entry.request.prompt_logprobs:
@@ -140,6 +146,7 @@ class StepHandler:
             self._fail(entry, GenerationFailed("the model's logits are not numbers for this request"), False)
             return
         entry.generated.append(token_id)
+        entry.account.charge_token()
         entry.barren_losses = 0
         piece = entry.text.push(token_id)
         event = TokenEvent(token_id, piece.text, logprob, piece.special)
@@ -192,3 +199,15 @@ class StepHandler:
         if entry.state is State.LIVE:
             wrapped = error if isinstance(error, TgiError) else GenerationFailed(f"the answer broke: {error}")
             self._fail(entry, wrapped, True)
+
+
+def _fault(error: RowError) -> TgiError:
+    """What the client is told: whether it was its own fault, or the model's (out of memory included: it ran alone)."""
+    message = error.message or error.code
+    match error.code:
+        case "invalid":
+            return InvalidRequest(message)
+        case "grammar":
+            return InvalidRequest(message, "grammar")
+        case _:
+            return GenerationFailed(message)

@@ -55,6 +55,10 @@ class OutputConfig(Struct, frozen=True, kw_only=True):
     format: dict[str, Any] | None = None
 
 
+class Metadata(Struct, frozen=True, kw_only=True):
+    user_id: str | None = None
+
+
 class CountTokensRequest(SharedFields, frozen=True, kw_only=True):
     messages: list[Turn]
     system: str | list[InputBlock] | None = None
@@ -62,6 +66,7 @@ class CountTokensRequest(SharedFields, frozen=True, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):

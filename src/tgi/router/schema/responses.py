@@ -72,7 +72,6 @@ class ResponsesRequest(SharedFields, frozen=True, kw_only=True):
     stop: str | list[str] | None = None  # an extension
     truncation: str | None = None
     metadata: dict[str, str] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     previous_response_id: str | None = None

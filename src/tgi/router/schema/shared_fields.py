@@ -24,6 +24,7 @@ class AnswerFields(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | list[float] | None = None
+    user: str | None = None
     seed: int | None = None
     min_tokens: UInt32 | None = None
     stop_token_ids: list[UInt32] | None = None

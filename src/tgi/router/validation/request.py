@@ -39,6 +39,7 @@ class ValidRequest:
     prompt_logprobs: bool = False
     prompt_top_n: int = 0  # alternatives per prompt token; only with `prompt_logprobs`
     priority: int = 0  # higher goes first
+    client: str = ""  # for whom, as far as fairness goes; "": the nameless, who are one
     adapter_id: str = ""
     grammar: Grammar | None = None
     use_cache: bool = True  # read from and publish to the prefix tree

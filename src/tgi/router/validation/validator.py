@@ -54,6 +54,7 @@ class Wish:
     traceparent: str = ""  # W3C trace context
     prompt_ids: bytes | None = None  # u32: instead of `inputs`, where the client sent token ids
     grammar: GrammarWish | None = None  # instead of `parameters.grammar`
+    client: str = ""  # see ValidRequest
 
 
 def random_seed() -> int:
@@ -109,6 +110,7 @@ class Validator:
             prompt_logprobs=bool(parameters.decoder_input_details),
             grammar=grammar,
             priority=parameters.priority or 0,
+            client=wish.client,
             use_cache=parameters.cache is not False,
             cache_salt=parameters.cache_salt or "",
             traceparent=wish.traceparent,

@@ -28,7 +28,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-gpu soak fmt lint types imports proto lock bench docs clean
+.PHONY: help install serve test test-fast test-gpu soak failures fmt lint types imports proto lock bench docs clean
 
 help: ## list the words
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test-gpu: $(VENV)/.test ## the tests that need a CUDA device; their record goes 
 
 soak: $(VENV)/.test ## the long tests, about half an hour; their record goes to benchmarks/results
 	@$(PYTEST) -m soak --hypothesis-profile=soak --timeout=7200 --record=benchmarks/results/soak.json
+
+failures: $(VENV)/.test ## the tests that break a running server on purpose; their times go to benchmarks/results
+	@$(PYTEST) -m "failures and not soak" --record=benchmarks/results/failures.json
 
 fmt: $(VENV)/.test ## format, and mend what ruff can
 	@$(BIN)/ruff format .
@@ -91,6 +94,7 @@ docs: $(VENV)/.test ## write the generated pages of docs/
 	@$(BIN)/python -m benchmarks.page
 	@$(BIN)/python -m docs.pages
 	@$(BIN)/python -m docs.references
+	@$(BIN)/python -m docs.models
 	@$(BIN)/python -m docs.openapi
 
 clean: ## remove .venv, caches and build outputs

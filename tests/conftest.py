@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,8 @@ from benchmarks.server_process import Server, serving
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 NO_CUDA = "needs a CUDA device"
-RECORDED = {"gpu": "make test-gpu", "soak": "make soak"}  # marks whose runs leave a record, and the words that run them
+# Marks whose runs leave a record, and the words that run them.
+RECORDED = {"gpu": "make test-gpu", "soak": "make soak", "failures and not soak": "make failures"}
 
 # No test reaches the hub: its address is a port of this machine where nobody listens. (HF_HUB_OFFLINE would also stop
 # huggingface_hub's client from talking to a server of ours.)
@@ -85,9 +86,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not counts["passed"] + counts["failed"] + counts["error"]:
         return  # nothing ran: an earlier record says more
     figures = [Figure(word, count, "tests") for word, count in counts.items()]
+    figures += [Figure(*measured) for report in reporter.stats.get("passed", ()) for measured in _measured(report)]
     figures.append(Figure("duration", round(time.perf_counter() - session.config.stash[_STARTED], 1), "s"))
     mark = session.config.option.markexpr
     write_record(Path(path), figures, title=f"Tests marked {mark}", command=RECORDED.get(mark, f"pytest -m {mark}"))
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Measured:
+    """Print a number that a test has measured, and write it into the run's record (`--record`), if there is one."""
+
+    def measure(what: str, value: float, unit: str) -> None:
+        print(f"{what}: {value:.3g} {unit}")
+        record_property(what, [round(value, 3), unit])
+
+    return measure
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +111,12 @@ def bundled_server() -> Iterator[Server]:
 
 
 _STARTED = pytest.StashKey[float]()
+Measured = Callable[[str, float, str], None]
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def _measured(report: pytest.TestReport) -> list[tuple[str, float, str]]:
+    return [(what, *value) for what, value in report.user_properties if isinstance(value, list)]
 
 
 def _has_cuda() -> bool:

@@ -33,10 +33,19 @@ class Answer:
         return self.text, self.ids, self.finish, self.seed, self.stop_reason, self.prompt_tokens
 
 
+class Refused(AssertionError):
+    """The server has answered with another status than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+
+
 class Client:
     """Connections are not limited: a test decides how many requests run at once."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
+        self.num_events = 0  # of all streams so far
         self._session = aiohttp.ClientSession(
             url,
             connector=aiohttp.TCPConnector(limit=0),
@@ -90,11 +99,12 @@ class Client:
     async def events(self, path: str, body: Any) -> AsyncIterator[str]:
         """Payloads of a stream as they come."""
         async with self._session.post(path, json=body) as response:
-            assert response.status == 200, await response.text()
+            await _accepted(response)
             assert response.content_type == "text/event-stream"
             async for line in response.content:
                 text = line.decode().removesuffix("\n")
                 if text.startswith("data: "):
+                    self.num_events += 1
                     yield text.removeprefix("data: ")
                 else:
                     assert text in ("", ":"), text
@@ -126,8 +136,13 @@ class Client:
 
     async def _post(self, path: str, body: Any) -> Any:
         async with self._session.post(path, json=body) as response:
-            assert response.status == 200, await response.text()
+            await _accepted(response)
             return await response.json()
+
+
+async def _accepted(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        raise Refused(response.status, await response.text())
 
 
 def _from_events(events: list[Any]) -> Answer:

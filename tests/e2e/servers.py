@@ -182,6 +182,10 @@ def launched(*arguments: str, environment: Mapping[str, str] | None = None) -> I
         yield Whole(f"http://127.0.0.1:{port}", port, launcher)
 
 
+def shard_command(model: Path | str, *arguments: str) -> list[str]:
+    return [program("text-generation-server"), "serve", str(model), *arguments]
+
+
 @contextlib.contextmanager
 def shard(
     model: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
@@ -189,8 +193,7 @@ def shard(
     """A shard that answers, and the path of its socket."""
     with tempfile.TemporaryDirectory(prefix="tgi-") as directory:
         prefix = str(Path(directory, "s"))
-        command = [program("text-generation-server"), "serve", str(model), "--uds-path", prefix, *arguments]
-        with running(command, environment) as process:
+        with running(shard_command(model, "--uds-path", prefix, *arguments), environment) as process:
             process.wait_for("Server started at")
             yield process, f"{prefix}-0"
 

@@ -27,8 +27,7 @@ def answers(router: LocalRouter, rounds: int) -> list[list[Answer]]:
 
 def test_prefixes_come_back_from_the_host(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny", seed=7)
-    limits = {"max_batch_total_tokens": POOL, "max_total_tokens": 512}
-    with local_server(model, host_cache_bytes=64 << 20, **limits) as router:
+    with local_server(model, host_cache_bytes=64 << 20, max_batch_total_tokens=POOL, max_total_tokens=512) as router:
         first, *later = answers(router, 3)
         stats = router.core.stats
         assert stats.offloaded_blocks > 0

@@ -26,9 +26,11 @@ class ContiguousAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert softcap is None
         assert sinks is None
+        assert alibi is None
         self.windows.append(window)
         keys = self._keys[layer] = _append(self._keys.get(layer), key)
         values = self._values[layer] = _append(self._values.get(layer), value)

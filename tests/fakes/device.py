@@ -20,7 +20,7 @@ import numpy as np
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.engine.device import Chosen, Constraint, PromptScores
 from tgi.server.sampling.slots import Slots
-from tgi.shard_client.messages import Admit
+from tgi.shard_client.messages import Admit, BlockMoves
 
 EMPTY = b""
 
@@ -97,6 +97,8 @@ class FakeDevice:
         self.lag = lag
         self.vocab_size = vocab_size
         self.slots: dict[int, bytes] = {}
+        self.host_slots: dict[int, bytes] = {}
+        self.num_offloaded = self.num_returned = 0  # blocks
         self.rows: dict[int, _Row] = {}
         self.poison: Callable[[Admit], bool] = lambda admit: False
         self.nan: Callable[[Admit], bool] = lambda admit: False
@@ -129,7 +131,8 @@ class FakeDevice:
                 if holds(admit):
                     rows.add(row)
         added = [(row, self._slot_of[row], admit) for row, admit in changes.added]
-        removed, blocks = list(changes.removed), list(changes.blocks)
+        removed, blocks, moves = list(changes.removed), list(changes.blocks), changes.moves
+        self._work.append((False, lambda: self._move(moves)))
         self._work.append((False, lambda: self._apply(removed, added, blocks)))
 
     def launch(self, plan: StepPlan) -> _Ticket:
@@ -166,6 +169,18 @@ class FakeDevice:
         pass
 
     # --- what the device does, in order --------------------------------------
+
+    def _move(self, moves: BlockMoves) -> None:
+        columns = (np.frombuffer(column, np.uint32).tolist() for column in (moves.sources, moves.targets))
+        for to_host, source, target in zip(moves.to_host, *columns, strict=True):
+            here, there = (self.slots, self.host_slots) if to_host else (self.host_slots, self.slots)
+            self.num_offloaded += to_host
+            self.num_returned += not to_host
+            for offset in range(self.block_size):
+                found = here.get(source * self.block_size + offset)
+                if found is None:
+                    raise Corrupt(f"block {source} is copied, but nobody has written it")
+                there[target * self.block_size + offset] = found
 
     def _apply(
         self, removed: list[int], added: list[tuple[int, int, Admit]], blocks: list[tuple[int, int, np.ndarray]]

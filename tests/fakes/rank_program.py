@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,9 +27,10 @@ from tgi.server.engine.runner import ModelRunner
 from tgi.server.grammar.vocabulary import read_vocabulary
 from tgi.server.models.registry import build_model
 from tgi.server.weights.checkpoint import open_checkpoint
-from tgi.shard_client.messages import Admit, Command, Grammar, Sampling, Stopping
+from tgi.shard_client.messages import Admit, BlockMoves, Command, Grammar, Sampling, Stopping
 
 NUM_BLOCKS = 60
+NUM_HOST_BLOCKS = 3
 MAX_ROWS = 4
 SCORED = 2  # its prompt's logprobs are wanted: more collectives in the steps that read it
 CPU = torch.device("cpu")
@@ -58,6 +60,22 @@ def admissions(requests: list[tuple[list[int], int, str | None]]) -> list[Admit]
     return admits
 
 
+def moved(engine: Engine, admit: Admit) -> list[int]:
+    """The answer to a request again, on blocks that went by way of the host into others: on every rank."""
+    before, hosted = admit.blocks[: 4 * NUM_HOST_BLOCKS], array("I", range(NUM_HOST_BLOCKS)).tobytes()
+    after = array("I", range(NUM_BLOCKS - 9, NUM_BLOCKS)).tobytes()
+    moves = BlockMoves(bytes([1] * NUM_HOST_BLOCKS), before, hosted)
+    moves += BlockMoves(bytes(NUM_HOST_BLOCKS), hosted, after[: 4 * NUM_HOST_BLOCKS])
+    again = replace(admit, handle=99, blocks=after, cached_len=16 * NUM_HOST_BLOCKS, prompt_logprobs=False)
+    engine.apply(Command(admit=[again], moves=moves))
+    ids: list[int] = []
+    while engine.has_rows:
+        step = engine.step()
+        assert step is not None
+        ids += step.token_ids
+    return ids
+
+
 def main() -> None:
     path, rank, world, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
@@ -74,8 +92,8 @@ def main() -> None:
         return
     device = LeaderDevice(runner, gather_followers(group, "localhost", CPU))
     assert device.smallest(1 << 40) == (1 << 30 if world > 1 else 1 << 40)
-    device.allocate(NUM_BLOCKS, MAX_ROWS, 512)
-    limits = Limits(1_000_000, PrefillBudget(24, 24, True), NUM_BLOCKS, kv_epoch=1, world_size=world)
+    device.allocate(NUM_BLOCKS, MAX_ROWS, 512, NUM_HOST_BLOCKS)
+    limits = Limits(1_000_000, PrefillBudget(24, 24, True), NUM_BLOCKS, 1, NUM_HOST_BLOCKS, world_size=world)
     masks = LateMasks(read_vocabulary(path, model.vocab_size))
     engine = Engine(device, RequestTable(MAX_ROWS, 16), limits, masks)
     engine.open()
@@ -95,6 +113,7 @@ def main() -> None:
         for part in step.prompt_logprobs:
             scores += part.logprobs
     assert masks.num_late
+    assert moved(engine, admissions(requests)[SCORED - 1]) == answers[SCORED], "blocks were lost on their way"
     device.stop()
     group.close()
     print(json.dumps([list(answers.values()), scores[1:]]))

@@ -88,7 +88,7 @@ class MemorySink:
 class ShardUnderTest(Protocol):
     """What the tests of this room need of a shard: PlainShard, or the engine over a device that checks its reads."""
 
-    def open(self) -> Step: ...
+    def open(self, owner: str = "") -> Step: ...
     def apply(self, command: Command) -> None: ...
     def advance(self) -> Step | None: ...
 
@@ -107,7 +107,7 @@ class Link:
         self.steps.clear()
         self.commands.clear()
         self.core.stream_lost()
-        self.core.handle_step(self.shard.open())
+        self.core.handle_step(self.shard.open(str(id(self))))
         self.say()
 
     def say(self) -> None:

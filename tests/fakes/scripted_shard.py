@@ -3,8 +3,8 @@
 Its KV cache stores in each slot a hash of the whole prefix up to that position, so a read sees at once whether the slot
 is the row's own or an equal prefix that somebody published. The next token is a function of the prefix (and of the
 sampling's seed), so a resumed row must go on with the same tokens. It composes steps like the engine: decode rows
-first, then prefill chunks under a budget; launches up to `lag` steps before it collects, and the device executes a step
-only then.
+first, then prefill under a budget, in chunks or whole; launches up to `lag` steps before it collects, and the device
+executes a step only then. A row may be one that kills it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tgi.enums import EndReason
 from tgi.router.validation.request import ValidRequest
-from tgi.shard_client.messages import Admit, Command, Opening, PromptLogprobs, RowError, Step, Timings, TopTokens
+from tgi.shard_client.messages import (
+    Admit,
+    BlockMoves,
+    Command,
+    Opening,
+    PromptLogprobs,
+    RowError,
+    Step,
+    Timings,
+    TopTokens,
+)
 
 _MASK = (1 << 64) - 1
 
@@ -62,6 +72,10 @@ def alone(request: ValidRequest, vocab_size: int) -> list[int]:
     return reference(request.prompt_ids, request.stopping.max_new_tokens, vocab_size, seed=seed)
 
 
+class ShardDied(Exception):
+    """The process is gone, with all its rows and its cache. `renew_cache` and `open` start the next one."""
+
+
 class Row:
     """A row twice: what the device has, and what the host knows or has planned for it."""
 
@@ -93,6 +107,7 @@ class Launch:
     work: list[tuple[Row, tuple[int, ...], int, int, bool]] = field(
         default_factory=list
     )  # row, table, begin, end, yields
+    moves: list[BlockMoves] = field(default_factory=list)  # before all that
 
 
 class PlainShard:
@@ -110,24 +125,29 @@ class PlainShard:
         speculated: int = 0,
         vocab_size: int = 50,
         kv_epoch: int = 1,
+        num_host_blocks: int = 0,
+        chunks: bool = True,
     ) -> None:
-        self.opening = Opening(window, max_rows, num_blocks, block_size)
+        self.opening = Opening(window, max_rows, num_blocks, block_size, num_host_blocks)
         self.prefill_budget = prefill_budget
         self.lag = lag
         self.speculated = speculated
         self.vocab_size = vocab_size
+        self.chunks = chunks  # else a prompt is read whole, though it be larger than the budget
+        self.kills: Callable[[Row], bool] = lambda row: False  # does a step with this row end the process?
         self.poison_ids: frozenset[int] = frozenset()  # a row that holds one gets an error at its next step
         self.nan_ids: frozenset[int] = frozenset()  # a row that holds one yields NaN
         self.script: list[int] = []  # if given, what every answer says, its last id for ever after
         self.log: list[Command] = []
         self.num_computed = 0  # positions, all rows, all streams
         self.max_ahead = 0  # steps launched beyond `seen`
+        self.largest_step = 0  # tokens
         self.renew_cache(kv_epoch)
         self._drop_rows()
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def open(self) -> Step:
+    def open(self, owner: str = "") -> Step:
         """A new stream: no rows, Step 0."""
         while self._launched:
             self._execute(self._launched.popleft())  # the device finishes what it was given
@@ -137,13 +157,17 @@ class PlainShard:
     def renew_cache(self, kv_epoch: int) -> None:
         """As after a restart: nothing is in the cache."""
         self.kv_epoch = kv_epoch
-        self._launched: deque[Launch] = deque()
+        self._launched = deque()
         self._cache: list[int | None] = [None] * (self.opening.num_blocks * self.opening.block_size)
+        self._host: list[int | None] = [None] * (self.opening.num_host_blocks * self.opening.block_size)
+        self._moves: list[BlockMoves] = []  # due before the next step
 
     def apply(self, command: Command) -> None:
         self.log.append(command)
         assert self.seen <= command.seen <= self.sent, f"seen {command.seen}, but {self.sent} steps were sent"
         self.seen = command.seen
+        if command.moves:
+            self._moves.append(command.moves)
         for handle in command.cancel:
             self._end(handle)
         for handle, blocks in command.grow:
@@ -157,7 +181,7 @@ class PlainShard:
         self._has_said_idle = False
 
     def advance(self) -> Step | None:
-        """Launch what may be launched, then collect one step; None when there is nothing to tell."""
+        """Launch what may be launched, then collect one step; None when there is nothing to tell. Raises ShardDied."""
         while len(self._launched) <= self.lag and self._launch():
             pass
         if self._launched:
@@ -226,7 +250,11 @@ class PlainShard:
         prefilling = [row for row in self.rows.values() if row not in decoding]
         for row in sorted(prefilling, key=lambda row: -row.admit.priority):
             total = len(row.admit.prompt_ids) // 4 + len(row.admit.generated_ids) // 4
-            size = min(budget, total - row.planned_computed)
+            size = total - row.planned_computed
+            if self.chunks:
+                size = min(budget, size)
+            elif size > budget and any(work[2] >= 0 for work in launch.work):
+                break  # alone it may be larger
             if size <= 0:
                 break
             budget -= size
@@ -238,6 +266,9 @@ class PlainShard:
                 row.planned_tokens += 1
         if not launch.work:
             return False
+        if any(self.kills(work[0]) for work in launch.work):
+            raise ShardDied
+        launch.moves, self._moves = self._moves, []
         self.number = launch.number
         self.max_ahead = max(self.max_ahead, self.number - self.seen)
         self._launched.append(launch)
@@ -291,6 +322,7 @@ class PlainShard:
         step.num_tokens = bytes(counts) if any(count != 1 for count in counts) else b""
         step.ends = bytes(ends) if any(ends) else b""
         step.timings = Timings(1, 1000, 10, 1, prefill_tokens, decode_tokens)
+        self.largest_step = max(self.largest_step, prefill_tokens + decode_tokens)
         self.sent = launch.number
         return step
 
@@ -317,6 +349,8 @@ class PlainShard:
 
     def _execute(self, launch: Launch) -> list[list[int]]:
         """Tokens per row of the launch. Knows only the device's state: a row may have ended without it being told."""
+        for moves in launch.moves:
+            self._move(moves)
         results: list[list[int]] = []
         for row, table, begin, end, yields in launch.work:
             is_decode = begin < 0
@@ -341,6 +375,16 @@ class PlainShard:
                         self._write(table, position, row.hashes[position])
             results.append(tokens)
         return results
+
+    def _move(self, moves: BlockMoves) -> None:
+        size = self.opening.block_size
+        for to_host, source, target in zip(moves.to_host, ids_of(moves.sources), ids_of(moves.targets), strict=True):
+            here, there = (self._cache, self._host) if to_host else (self._host, self._cache)
+            block = here[source * size : (source + 1) * size]
+            assert len(block) == size, "a block is taken from where there is none"
+            assert None not in block, "a block is taken that nobody has written"
+            assert target * size < len(there), "a block goes to where there is none"
+            there[target * size : (target + 1) * size] = block
 
     def _choose(self, row: Row) -> int:
         if self.script:

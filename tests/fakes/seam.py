@@ -36,6 +36,7 @@ class Workload:
     patterns: tuple[str, ...] = ()  # under one of them, as a regular expression, answer
     grammars: float = 0.4  # of the requests, if there are any
     breaks: float = 0.003  # per operation
+    num_host_blocks: int = 0
     renewals: float = 0.25  # per break: the cache is lost as well
 
 
@@ -142,14 +143,15 @@ def drive(
     assert not core.queue, "a request waits for ever"
     assert core.allocator.num_available == load.num_blocks - 1, "blocks are lost"
     for run in runs:
-        _check_answer(run, answer(run.request))
+        check_answer(run, answer(run.request))
     for siblings in {run.request.siblings for run in runs} - {None}:
         ends = [run.sink.finish for run in runs if run.request.siblings is siblings]
         assert len({end.num_cached for end in ends if end is not None}) <= 1, "siblings had the same cached before them"
     return core
 
 
-def _check_answer(run: Run, expected: list[int]) -> None:
+def check_answer(run: Run, expected: list[int]) -> None:
+    """Of a request that is over and did not fail: its tokens, its text, its end, its prompt's logprobs."""
     sink = run.sink
     assert not sink.faults
     assert sink.error is None

@@ -59,6 +59,8 @@ class TinyShard:
         depth: int | None = None,
         grammars: bool = False,
         masks: Masks | None = None,
+        block_size: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         """`grammars`: with masks of its own; or those given, which never let anybody wait for long."""
         self.device = torch.device(device)
@@ -67,21 +69,22 @@ class TinyShard:
         model_config = read_model_config(model_path)
         model = build_model(model_config, checkpoint, dtype, self.device, group)
         checkpoint.close()
-        backend = select_backend(attention, self.device.type)
+        backend = select_backend(attention, self.device.type, block_size)
         shape = model.cache_shape
         backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, self.device)
         self.block_size = backend.block_size
         self.runner = ModelRunner(model, backend, self.device, dtype, group)
         if depth is not None:
             self.runner.depth = depth
-        self.runner.allocate(num_blocks, max_rows, 2048)
+        self.runner.allocate(num_blocks, max_rows, 2048, num_host_blocks)
         table = RequestTable(max_rows, self.block_size)
         self.masks = masks
         self._woken = threading.Event()
         if grammars:
             vocabulary = read_beside(model_path, model_config.vocab_size, model_config.eos_ids)
             self.masks = Masks(Compiler(vocabulary), self._woken.set)
-        self.engine = Engine(self.runner, table, Limits(10_000_000, budget, num_blocks, kv_epoch=1), self.masks)
+        limits = Limits(10_000_000, budget, num_blocks, kv_epoch=1, num_host_blocks=num_host_blocks)
+        self.engine = Engine(self.runner, table, limits, self.masks)
         self.num_blocks = num_blocks
         self.reset()
 

@@ -14,10 +14,14 @@ OURS = {
     "tgi_prefix_prompt_tokens": ("counter", None),
     "tgi_prefix_hit_tokens": ("counter", None),
     "tgi_prefix_evicted_blocks": ("counter", None),
+    "tgi_prefix_offloaded_blocks": ("counter", None),
+    "tgi_prefix_returned_blocks": ("counter", None),
+    "tgi_host_blocks": ("gauge", None),
     "tgi_kv_blocks": ("gauge", "state"),
     "tgi_batch_preemptions": ("counter", None),
     "tgi_shard_reconnects": ("counter", None),
     "tgi_shard_restarts": ("counter", None),
+    "tgi_shard_suspects": ("counter", "outcome"),
 }
 # Of TGI: name -> (kind, label). tgi_request_skipped_tokens is a summary there.
 TGIS = {
@@ -51,6 +55,7 @@ TGIS = {
 }
 ALL = TGIS | OURS
 VALUES = {
+    "outcome": {"cleared", "failed"},
     "err": {"overloaded", "validation", "template", "incomplete", "dropped", "generation"},
     "method": {"prefill", "decode"},
     "state": {"live", "cached", "free"},

@@ -17,6 +17,7 @@ from tgi.server.rpc.codec import Codec as ShardCodec
 from tgi.shard_client.codec import Codec
 from tgi.shard_client.messages import (
     Admit,
+    BlockMoves,
     Command,
     Grammar,
     Health,
@@ -81,12 +82,20 @@ ADMIT = st.builds(
     grammar=st.none() | st.builds(Grammar, kind=TEXT, source=TEXT, begins_at=U32),
     traceparent=TEXT,
 )
+MOVES = st.lists(st.tuples(st.integers(0, 1), U32, U32), max_size=4).map(
+    lambda moves: BlockMoves(
+        bytes(to_host for to_host, _, _ in moves),
+        struct.pack(f"<{len(moves)}I", *(source for _, source, _ in moves)),
+        struct.pack(f"<{len(moves)}I", *(target for _, _, target in moves)),
+    )
+)
 COMMAND = st.builds(
     Command,
     seen=U64,
     cancel=st.lists(U64, max_size=4),
     grow=st.lists(st.tuples(U64, IDS), max_size=4),
     admit=st.lists(ADMIT, max_size=2),
+    moves=MOVES,
 )
 
 
@@ -125,7 +134,7 @@ def steps(draw: st.DrawFn) -> Step:
         rows_waiting=draw(U32),
         free_rows=draw(U32),
         timings=draw(st.builds(Timings, U64, U64, U64, U32, U32, U32)),
-        opening=draw(st.none() | st.builds(Opening, U32, U32, U32, U32)),
+        opening=draw(st.none() | st.builds(Opening, U32, U32, U32, U32, U32)),
     )
 
 
@@ -133,6 +142,12 @@ def steps(draw: st.DrawFn) -> Step:
 def test_commands(command: Command) -> None:
     wire = Codec().command(command).SerializeToString()
     assert ShardCodec().command(pb.Command.FromString(wire)) == command
+
+
+def test_moves_whose_columns_do_not_fit_are_refused() -> None:
+    moves = pb.BlockMoves(to_host=b"\1\0", sources=b"\0" * 8, targets=b"\0" * 4)
+    with pytest.raises(ValueError, match="block moves"):
+        ShardCodec().command(pb.Command(moves=moves))
 
 
 @given(steps())
@@ -169,7 +184,7 @@ def test_columns_that_do_not_fit_are_refused(columns: dict[str, Any]) -> None:
         Codec().step(pb.Step(**columns))  # pyright: ignore[reportArgumentType]
 
 
-@given(st.builds(WarmupRequest, U32, U32, st.none() | U32, st.none() | U32, st.none() | U64))
+@given(st.builds(WarmupRequest, U32, U32, st.none() | U32, st.none() | U32, st.none() | U64, U64))
 def test_warmup_requests(request: WarmupRequest) -> None:
     wire = Codec().warmup_request(request).SerializeToString()
     assert ShardCodec().warmup_request(pb.WarmupRequest.FromString(wire)) == request

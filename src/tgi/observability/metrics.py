@@ -116,6 +116,9 @@ CATALOGUE: tuple[Definition, ...] = (
     _counter("tgi_prefix_prompt_tokens", "tokens", "Prompts of admitted answers, in tokens"),
     _counter("tgi_prefix_hit_tokens", "tokens", "Of these, found in the prefix cache"),
     _counter("tgi_prefix_evicted_blocks", "blocks", "Cached blocks given up for others"),
+    _counter("tgi_prefix_offloaded_blocks", "blocks", "Of these, copied to host memory"),
+    _counter("tgi_prefix_returned_blocks", "blocks", "Blocks copied back from host memory for a request"),
+    _gauge("tgi_host_blocks", "blocks", "Blocks of host memory that hold evicted prefixes"),
     _gauge(
         "tgi_kv_blocks",
         "blocks",
@@ -126,6 +129,13 @@ CATALOGUE: tuple[Definition, ...] = (
     _counter("tgi_batch_preemptions", "preemptions", "Rows that gave their blocks to others and started again later"),
     _counter("tgi_shard_reconnects", "streams", "Streams to the model server after the first"),
     _counter("tgi_shard_restarts", "streams", "Of these, to one that came back with an empty KV cache"),
+    _counter(
+        "tgi_shard_suspects",
+        "requests",
+        "Requests that may have ended the model server: went on, or were found to have done it",
+        "outcome",
+        ("cleared", "failed"),
+    ),
 )
 
 

@@ -7,6 +7,7 @@ Everything belongs to the event loop in which it was made.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, NoReturn, Self, TypeVar
@@ -19,7 +20,7 @@ from tgi.errors import StartupError, Unavailable
 from tgi.proto.v4 import generate_pb2 as pb
 from tgi.proto.v4 import generate_pb2_grpc as rpc
 from tgi.shard_client.codec import Codec
-from tgi.shard_client.messages import Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
+from tgi.shard_client.messages import OWNER_KEY, Command, Health, ShardInfo, Step, WarmupRequest, WarmupResult
 
 GENERATE = "/generate.v4.ShardService/Generate"
 OPTIONS: list[tuple[str, int]] = [
@@ -46,6 +47,7 @@ class ShardClient:
         self._channel = channel
         self._stub: Any = rpc.ShardServiceStub(channel)
         self._codec = Codec()
+        self._owner = secrets.token_hex(8)
         self._streams: set[ShardStream] = set()
 
     @classmethod
@@ -73,7 +75,7 @@ class ShardClient:
 
     def stream(self) -> ShardStream:
         """Open the stream. It ends whatever stream the shard had, and begins with Step 0."""
-        stream = ShardStream(self._channel, self._codec, self.uds_path, self._streams.discard)
+        stream = ShardStream(self._channel, self._codec, self.uds_path, self._owner, self._streams.discard)
         self._streams.add(stream)
         return stream
 
@@ -98,7 +100,7 @@ class ShardStream:
     either case.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, codec: Codec, uds_path: str, on_close: Any) -> None:
+    def __init__(self, channel: grpc.aio.Channel, codec: Codec, uds_path: str, owner: str, on_close: Any) -> None:
         self._codec = codec
         self._uds_path = uds_path
         self._on_close = on_close
@@ -106,7 +108,9 @@ class ShardStream:
         self._has_commands = asyncio.Event()
         self._closed = False
         # Serialised here, so that a command may be reused by its sender.
-        self._call: Any = channel.stream_stream(GENERATE, None, pb.Step.FromString)()
+        self._call: Any = channel.stream_stream(GENERATE, None, pb.Step.FromString)(
+            metadata=((OWNER_KEY, owner),)
+        )
         self._writer = asyncio.create_task(self._write(), name="shard-commands")
 
     def send(self, command: Command) -> None:

@@ -43,6 +43,10 @@ class Codec:
             message.grow.handles = array("Q", [handle for handle, _ in command.grow]).tobytes()
             message.grow.num_blocks = _u32s(len(blocks) // WORD for _, blocks in command.grow)
             message.grow.blocks = b"".join(blocks for _, blocks in command.grow)
+        if command.moves:
+            message.moves.to_host = command.moves.to_host
+            message.moves.sources = command.moves.sources
+            message.moves.targets = command.moves.targets
         return message
 
     def _admit(self, admit: Admit) -> pb.Admit:
@@ -126,7 +130,9 @@ class Codec:
             step.errors = [RowError(error.handle, error.code, error.message) for error in message.errors]
         if message.HasField("opening"):
             opening = message.opening
-            step.opening = Opening(opening.window, opening.max_rows, opening.num_blocks, opening.block_size)
+            step.opening = Opening(
+                opening.window, opening.max_rows, opening.num_blocks, opening.block_size, opening.num_host_blocks
+            )
         _check_columns(step)
         return step
 
@@ -175,6 +181,7 @@ class Codec:
             max_input_tokens=request.max_input_tokens,
             max_total_tokens=request.max_total_tokens,
             max_batch_total_tokens=request.max_batch_total_tokens,
+            host_cache_bytes=request.host_cache_bytes,
         )
 
     def warmup_result(self, message: pb.WarmupResponse) -> WarmupResult:

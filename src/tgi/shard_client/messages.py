@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tgi.enums import EndReason
 
 NEUTRAL_TEMPERATURE = 1.0
+OWNER_KEY = "tgi-owner"  # metadata of a stream: who says which blocks of the KV cache hold what
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +80,33 @@ class Admit:
     traceparent: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Copies of whole blocks between the KV cache and the host's memory, one entry each, to be done in this order."""
+
+    to_host: bytes = b""  # u8; 1: from the device to the host, 0: back
+    sources: bytes = b""  # u32, where the block is
+    targets: bytes = b""  # u32, where it goes
+
+    def __len__(self) -> int:
+        return len(self.to_host)
+
+    def __add__(self, later: BlockMoves) -> BlockMoves:
+        return BlockMoves(self.to_host + later.to_host, self.sources + later.sources, self.targets + later.targets)
+
+
 @dataclass(slots=True)
 class Command:
-    """What changed. The shard applies cancel, then grow, then admit, before the next step (rule 1)."""
+    """What changed. The shard applies moves, then cancel, grow and admit, before the next step (rule 1)."""
 
     seen: int = 0
     cancel: list[int] = field(default_factory=list)  # handles
     grow: list[tuple[int, bytes]] = field(default_factory=list)  # (handle, further blocks as u32)
     admit: list[Admit] = field(default_factory=list)
+    moves: BlockMoves = BlockMoves()
 
     def __bool__(self) -> bool:
-        return bool(self.cancel or self.grow or self.admit)
+        return bool(self.cancel or self.grow or self.admit or self.moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,7 @@ class Opening:
     max_rows: int
     num_blocks: int  # block 0 included; it is scratch and never granted
     block_size: int  # tokens
+    num_host_blocks: int = 0  # for what the cache gives up; numbered from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +212,7 @@ class WarmupRequest:
     max_input_tokens: int | None = None
     max_total_tokens: int | None = None
     max_batch_total_tokens: int | None = None
+    host_cache_bytes: int = 0  # of all ranks together, for blocks that the cache gives up
 
 
 @dataclass(frozen=True, slots=True)

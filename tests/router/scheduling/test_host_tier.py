@@ -8,9 +8,10 @@ import pytest
 
 from tests.fakes.scheduling import Link, joined, make_request, submit
 from tests.fakes.scripted_shard import PlainShard, alone
+from tgi.router.memory.moves import Moves
 from tgi.router.scheduling.block_moves import UnconfirmedMoves
 from tgi.router.validation.request import ValidRequest
-from tgi.shard_client.messages import BlockMoves, Command
+from tgi.shard_client.messages import Command
 
 VOCABULARY = 50
 POOL_BLOCKS = 20
@@ -151,17 +152,17 @@ def test_what_was_confirmed_stays_over_a_break() -> None:
 def test_a_step_beyond_the_window_confirms() -> None:
     class Noting:
         def __init__(self) -> None:
-            self.forgotten: list[BlockMoves] = []
+            self.forgotten: list[Moves] = []
 
-        def forget(self, moves: Iterator[BlockMoves]) -> None:
+        def forget(self, moves: Iterator[Moves]) -> None:
             self.forgotten = list(moves)
 
-    moves = [BlockMoves(bytes([1]), bytes(4), bytes([number, 0, 0, 0])) for number in range(3)]
+    moves = [Moves(bytes([1]), bytes(4), bytes([number, 0, 0, 0])) for number in range(3)]
     for step_number, doubtful in ((7, moves), (8, moves[1:]), (9, moves[2:]), (12, [])):
         unconfirmed, allocator = UnconfirmedMoves(), Noting()
         for seen, some in zip((3, 4, 7), moves):
             unconfirmed.say(seen, some)
-        unconfirmed.say(7, BlockMoves())
+        unconfirmed.say(7, Moves())
         unconfirmed.confirm(step_number, window=4)
         unconfirmed.stream_lost(allocator)  # pyright: ignore[reportArgumentType]
         assert allocator.forgotten == doubtful

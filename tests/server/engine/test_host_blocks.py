@@ -40,7 +40,9 @@ class Server:
         assert allocation is not None
         self.handle += 1
         admit = Admit(self.handle, packed, b"", allocation.cached_len, allocation.blocks, GREEDY, Stopping(NEW))
-        self.engine.apply(Command(admit=[admit], moves=self.allocator.take_moves()))
+        moves = self.allocator.take_moves()
+        moves = BlockMoves(moves.to_host, moves.sources, moves.targets)
+        self.engine.apply(Command(admit=[admit], moves=moves))
         ids: list[int] = []
         computed = 0
         while self.engine.has_rows:

@@ -67,18 +67,20 @@ class ServiceDiscoveryResponse(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_batch_prefill_tokens", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "max_rows")
+    __slots__ = ("max_batch_prefill_tokens", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "max_rows", "host_cache_bytes")
     MAX_BATCH_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_batch_prefill_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     max_batch_total_tokens: int
     max_rows: int
-    def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
+    host_cache_bytes: int
+    def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
     __slots__ = ("max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "num_blocks", "block_size", "max_rows")
@@ -105,16 +107,28 @@ class ClearCacheResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("seen", "cancel", "grow", "admit")
+    __slots__ = ("seen", "cancel", "grow", "admit", "moves")
     SEEN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     seen: int
     cancel: bytes
     grow: Grow
     admit: _containers.RepeatedCompositeFieldContainer[Admit]
-    def __init__(self, seen: _Optional[int] = ..., cancel: _Optional[bytes] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., admit: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ...) -> None: ...
+    moves: BlockMoves
+    def __init__(self, seen: _Optional[int] = ..., cancel: _Optional[bytes] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., admit: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., moves: _Optional[_Union[BlockMoves, _Mapping]] = ...) -> None: ...
+
+class BlockMoves(_message.Message):
+    __slots__ = ("to_host", "sources", "targets")
+    TO_HOST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    to_host: bytes
+    sources: bytes
+    targets: bytes
+    def __init__(self, to_host: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., targets: _Optional[bytes] = ...) -> None: ...
 
 class Grow(_message.Message):
     __slots__ = ("handles", "num_blocks", "blocks")
@@ -275,16 +289,18 @@ class Timings(_message.Message):
     def __init__(self, plan_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., collect_ns: _Optional[int] = ..., steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ...) -> None: ...
 
 class Opening(_message.Message):
-    __slots__ = ("window", "max_rows", "num_blocks", "block_size")
+    __slots__ = ("window", "max_rows", "num_blocks", "block_size", "num_host_blocks")
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     window: int
     max_rows: int
     num_blocks: int
     block_size: int
-    def __init__(self, window: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    num_host_blocks: int
+    def __init__(self, window: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("number", "kv_epoch", "handles", "num_tokens", "token_ids", "logprobs", "ends", "progress_handles", "computed_len", "top_tokens", "prompt_logprobs", "errors", "rows_running", "rows_waiting", "free_rows", "timings", "opening")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from tgi.router.memory.moves import Moves
 from tgi.router.memory.node import Node
 from tgi.router.memory.packed import BLOCK_BYTES
-from tgi.shard_client.messages import BlockMoves
 
 
 class Allocation:
@@ -100,11 +100,11 @@ class Allocator(Protocol):
         """Free all blocks of unused cached prefixes. -> how many, those of the host not counted"""
         ...
 
-    def take_moves(self) -> BlockMoves:
+    def take_moves(self) -> Moves:
         """The copies that all calls since the last one count on, to be made before any row runs that they concern."""
         ...
 
-    def forget(self, moves: Iterable[BlockMoves]) -> None:
+    def forget(self, moves: Iterable[Moves]) -> None:
         """Nobody knows whether these copies were made: whatever prefix counts on one is dropped. No row may be live."""
         ...
 

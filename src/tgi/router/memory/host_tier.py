@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from tgi.router.memory.free_stack import FreeStack
+from tgi.router.memory.moves import NONE, Moves
 from tgi.router.memory.node import Node, first_of, shared_len
 from tgi.router.memory.packed import BLOCK_BYTES
-from tgi.shard_client.messages import BlockMoves
 
 
 class HostTier:
@@ -37,11 +37,11 @@ class HostTier:
     def num_used(self) -> int:
         return self.num_blocks - self._free.num_free
 
-    def take_moves(self) -> BlockMoves:
+    def take_moves(self) -> Moves:
         """What has to be copied since the last call."""
         if not self._to_host:
-            return BlockMoves()
-        moves = BlockMoves(bytes(self._to_host), bytes(self._sources), bytes(self._targets))
+            return NONE
+        moves = Moves(bytes(self._to_host), bytes(self._sources), bytes(self._targets))
         self._to_host, self._sources, self._targets = bytearray(), bytearray(), bytearray()
         return moves
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.free_stack import FreeStack
+from tgi.router.memory.moves import NONE, Moves
 from tgi.router.memory.node import Node
 from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
 from tgi.router.memory.trie import RadixTrie
-from tgi.shard_client.messages import BlockMoves
 
 # Tokens; less than this is computed again rather than brought back from the host. Per token a copy is several times
 # cheaper than a forward on CPUs and GPUs alike (tens of kilobytes over the bus against gigaflops), but every command
@@ -116,10 +116,10 @@ class RadixAllocator:
         self._free.give(blocks)
         return len(blocks) // BLOCK_BYTES
 
-    def take_moves(self) -> BlockMoves:
-        return BlockMoves() if self._host is None else self._host.take_moves()
+    def take_moves(self) -> Moves:
+        return NONE if self._host is None else self._host.take_moves()
 
-    def forget(self, moves: Iterable[BlockMoves]) -> None:
+    def forget(self, moves: Iterable[Moves]) -> None:
         doubtful: tuple[set[int], set[int]] = set(), set()  # of the cache, of the host
         for some in moves:
             for to_host, target in zip(some.to_host, memoryview(some.targets).cast("I")):
@@ -153,8 +153,8 @@ class RadixAllocator:
         allocation.published_len = end
 
     def _bring_back(self, node: Node, ids: bytes, begin: int, limit: int) -> tuple[Node, bytearray]:
-        """What the host has of `ids[begin:limit]` (bytes) below `node`, if it is worth a copy, gets blocks of the cache,
-        which must be available. -> where it ends, pinned instead of `node`; the blocks."""
+        """What the host has of `ids[begin:limit]` (bytes) below `node`, if it is worth a copy, gets blocks of the
+        cache, which must be available. -> where it ends, pinned instead of `node`; the blocks."""
         host = self._host
         assert host is not None
         end = host.match(node, ids, begin, limit)

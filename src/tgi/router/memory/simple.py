@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from tgi.router.memory.allocator import Allocation
 from tgi.router.memory.free_stack import FreeStack
+from tgi.router.memory.moves import NONE, Moves
 from tgi.router.memory.packed import BLOCK_BYTES, ID_BYTES
-from tgi.shard_client.messages import BlockMoves
 
 
 class SimpleAllocator:
@@ -60,10 +60,10 @@ class SimpleAllocator:
     def flush(self) -> int:
         return 0
 
-    def take_moves(self) -> BlockMoves:
-        return BlockMoves()
+    def take_moves(self) -> Moves:
+        return NONE
 
-    def forget(self, moves: Iterable[BlockMoves]) -> None:
+    def forget(self, moves: Iterable[Moves]) -> None:
         pass
 
     def check(self, live: Iterable[Allocation]) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import deque
 
 from tgi.router.memory.allocator import Allocator
-from tgi.shard_client.messages import BlockMoves
+from tgi.router.memory.moves import Moves
 
 
 class UnconfirmedMoves:
     def __init__(self) -> None:
-        self._said: deque[tuple[int, BlockMoves]] = deque()  # with the `seen` of their Command
+        self._said: deque[tuple[int, Moves]] = deque()  # with the `seen` of their Command
 
-    def say(self, seen: int, moves: BlockMoves) -> None:
+    def say(self, seen: int, moves: Moves) -> None:
         if moves:
             self._said.append((seen, moves))
 

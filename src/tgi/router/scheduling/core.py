@@ -30,7 +30,7 @@ from tgi.router.scheduling.stats import Method, SchedulerStats
 from tgi.router.scheduling.step_handler import StepHandler
 from tgi.router.scheduling.suspects import Suspects
 from tgi.router.validation.request import Siblings, ValidRequest
-from tgi.shard_client.messages import Admit, Command, Opening, Step
+from tgi.shard_client.messages import Admit, BlockMoves, Command, Opening, Step
 
 logger = logging.getLogger(__name__)
 
@@ -248,11 +248,13 @@ class SchedulerCore:
             self._grant()
         if self._may_admit and self.queue:
             self._start_waiting(opening)
-        command = Command(self._seen, self._cancel, self._grow, self._admit, self.allocator.take_moves())
+        moves = self.allocator.take_moves()
+        said = BlockMoves(moves.to_host, moves.sources, moves.targets)
+        command = Command(self._seen, self._cancel, self._grow, self._admit, said)
         if not command and self._seen - self._said < max(1, opening.window // 2):
             return None
         self._said = self._seen
-        self._moves.say(self._seen, command.moves)
+        self._moves.say(self._seen, moves)
         self._cancel, self._grow, self._admit = [], [], []
         self._update_gauges()
         return command

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from tgi.shard_client.messages import Admit
+from tgi.shard_client.messages import Admit, BlockMoves
 
 
 @dataclass(slots=True)
 class RowChanges:
-    """What happened to rows since the last step, to be done on the device before it, in this order (rule 1)."""
+    """What happened to rows since the last step, to be done on the device before it (rule 1): the moves first, then the
+    rest in this order."""
 
     removed: list[int]
     added: list[tuple[int, Admit]]
     blocks: list[
         tuple[int, int, npt.NDArray[np.int32]]
     ]  # row, index of the first entry in its block table, block numbers
+    moves: BlockMoves = field(default_factory=BlockMoves)
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.added or self.blocks)
+        return bool(self.removed or self.added or self.blocks or self.moves)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from array import array
 from collections import deque
@@ -108,14 +109,22 @@ class Engine:
         self._pending = Pending()
         self._squeeze = Squeeze()
         self._yielded = [False] * (table.max_rows + 1)  # by row: has it chosen an id here
+        self._owner: str | None = None  # of the blocks
         self._number = 0  # of the last step launched or reported
         self._seen = 0
         self.finished = 0  # rows that chose an id and ended without a fault; one writer, any reader
 
     # --- the stream --------------------------------------------------------
 
-    def open(self) -> Step:
-        """A new stream: no rows, steps count from 0. What is still in flight will be dropped by the snapshot."""
+    def open(self, owner: str | None = None) -> Step:
+        """A new stream: no rows, steps count from 0. What is still in flight will be dropped by the snapshot.
+
+        `owner`: who will say which blocks hold what. Another than the last one gets a new epoch: what the last one
+        believes of the cache will not hold any more when it comes back (rule 7). None: nobody, rows are only dropped.
+        """
+        if owner is not None and owner != self._owner:
+            self._owner = owner
+            self.limits.kv_epoch = secrets.randbits(64)
         self._yielded = [False] * len(self._yielded)  # rows that are dropped have not finished
         for handle in self.table.handles():
             self._remove(handle)
@@ -135,6 +144,10 @@ class Engine:
                 num_host_blocks=self.limits.num_host_blocks,
             ),
         )
+
+    def disown(self) -> None:
+        """Rows are stepped by hand: what a router left in the cache is overwritten."""
+        self._owner = None
 
     def apply(self, command: Command) -> None:
         """Moves, then cancel, grow and admit; all of it before the next step (rule 1). Unknown handles are ignored

@@ -87,14 +87,14 @@ class Loop:
         gc.freeze()
         gc.disable()  # collections are made by hand, when idle
 
-    def open_stream(self, outbox: Outbox) -> None:
+    def open_stream(self, outbox: Outbox, owner: str = "") -> None:
         """The newest stream wins: the one before it ends, and no row is left. Only through `call`."""
         assert self._engine is not None
         if self._outbox is not None:
             self._outbox.close("a newer stream took over")
         self._outbox = outbox
         self._told_stalled = False
-        outbox.put(self._engine.open())
+        outbox.put(self._engine.open(owner))
 
     def close_stream(self, outbox: Outbox) -> None:
         """Only through `call`."""

@@ -82,13 +82,13 @@ class Shard:
 
     # --- the stream (generate.v4) -------------------------------------------
 
-    def open_stream(self, outbox: Outbox) -> None:
-        """The newest stream wins. Raises NotWarm before the first Warmup."""
+    def open_stream(self, outbox: Outbox, owner: str = "") -> None:
+        """The newest stream wins. `owner`: a name that its router keeps while it runs. Raises NotWarm before the first Warmup."""
 
         def opening() -> None:
             if self._warm is None:
                 raise NotWarm("call Warmup before Generate")
-            self._loop.open_stream(outbox)
+            self._loop.open_stream(outbox, owner)
 
         self._loop.call(opening)
 
@@ -129,6 +129,7 @@ class Shard:
 
         def applying() -> list[int]:
             engine = engine_by_hand()
+            engine.disown()
             engine.apply(command)
             return engine.rows_under_grammar(handles)
 

@@ -14,6 +14,7 @@ from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.outbox import Outbox
 from tgi.server.engine.service import Shard
 from tgi.server.rpc.codec import Codec
+from tgi.shard_client.messages import OWNER_KEY
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class V4Service(rpc.ShardServiceServicer):
 
     def Generate(self, request_iterator: Iterator[pb.Command], context: grpc.ServicerContext) -> Iterator[pb.Step]:
         outbox = Outbox()
-        self._shard.open_stream(outbox)
+        self._shard.open_stream(outbox, str(dict(context.invocation_metadata()).get(OWNER_KEY, "")))
         # gRPC calls back from its own thread when the peer is gone, also while `take` waits.
         if not context.add_callback(lambda: outbox.close("the router has gone")):
             outbox.close("the router has gone")

@@ -1,0 +1,41 @@
+"""One rank of many tiny models over gloo, in turn: `python -m tests.fakes.rank_families RANK WORLD PORT JOB`.
+
+JOB is a file with a list of {path, sequences}; rank 0 writes the logits of a model's sequences to its `ranks.npz`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.fakes.paged_logits import paged_logits
+from tgi.model_config import read_model_config
+from tgi.server.attention.torch_backend import TorchBackend
+from tgi.server.distributed.group import make_group
+from tgi.server.models.registry import build_model
+from tgi.server.weights.checkpoint import open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    rank, world, port, job = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    group = make_group(rank, world, "localhost", port, CPU)
+    for model in json.loads(job.read_text()):
+        path = Path(model["path"])
+        checkpoint = open_checkpoint(path)
+        built = build_model(read_model_config(path), checkpoint, torch.float32, CPU, group)
+        checkpoint.close()
+        logits = paged_logits(built, TorchBackend("torch", 16), model["sequences"])
+        if rank == 0:
+            np.savez(path / "ranks.npz", *(part.numpy() for part in logits))
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

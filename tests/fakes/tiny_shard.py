@@ -67,7 +67,7 @@ class TinyShard:
         group = make_group(0, 1, "localhost", 0, self.device)
         checkpoint = open_checkpoint(model_path)
         model_config = read_model_config(model_path)
-        model = build_model(model_config, checkpoint, dtype, self.device, group)
+        model = build_model(model_config, checkpoint, dtype, self.device, group, path=model_path)
         checkpoint.close()
         backend = select_backend(attention, self.device.type, block_size)
         shape = model.cache_shape

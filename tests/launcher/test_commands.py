@@ -85,13 +85,14 @@ def test_shard_with_everything(programs: Path) -> None:
         huggingface_hub_cache="/data",
         weights_cache_override="/weights",
         hung_after=2.5,
+        model_plugins="/plugins",
     )
     environment = {**HOST_ENVIRONMENT, "HF_API_TOKEN": "hf_1", "HF_TOKEN": "hf_2", "PREFILL_CHUNKING": "0"}
     command = shard_command(args, 1, "/tmp/x/shard", 29501, environment, programs, budget_scale=0.9 * 0.9)
     assert command.argv[1:] == (
         *("serve", "m", "--uds-path", "/tmp/x/shard", "--logger-level", "DEBUG", "--json-output"),
         *("--trust-remote-code", "--sharded", "--dtype", "bfloat16", "--revision", "refs/pr/1"),
-        *("--max-input-tokens", "100"),
+        *("--max-input-tokens", "100", "--model-plugins", "/plugins"),
         *("--hung-after", "2.5", "--budget-scale", "0.81"),
     )
     expected = {
@@ -212,13 +213,19 @@ def test_compute_type_reaches_the_router(programs: Path) -> None:
     assert "COMPUTE_TYPE" not in router_command(resolved(), Path("/s-0"), {}, False, programs).environment
 
 
+def test_random_weights_are_the_shards_matter(programs: Path) -> None:
+    command = shard_command(resolved(load_format="dummy"), 0, "/tmp/s", 1, {}, programs)
+    assert command.argv[command.argv.index("--load-format") + 1] == "dummy"
+    assert "--load-format" not in shard_command(resolved(), 0, "/tmp/s", 1, {}, programs).argv
+
+
 def test_download(programs: Path) -> None:
     args = LauncherArgs(revision="v1", trust_remote_code=True)
     command = download_command(args, "org/model", HOST_ENVIRONMENT, programs)
     assert command.argv == (
         str(programs / "text-generation-server"),
         *("download-weights", "org/model", "--extension", ".safetensors", "--logger-level", "INFO", "--json-output"),
-        *("--revision", "v1", "--trust-remote-code"),
+        *("--merge-lora", "--revision", "v1", "--trust-remote-code"),
     )
 
 
@@ -229,7 +236,7 @@ def test_the_programs_know_these_options() -> None:
     shard = inspect.signature(serve).parameters.keys()
     assert {
         *("model_id", "uds_path", "logger_level", "json_output", "trust_remote_code", "sharded", "dtype", "revision"),
-        "max_input_tokens",
+        *("max_input_tokens", "model_plugins"),
     } <= shard
     download = inspect.signature(download_weights).parameters.keys()
     assert {"model_id", "extension", "logger_level", "json_output", "revision", "trust_remote_code"} <= download

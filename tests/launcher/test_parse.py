@@ -244,7 +244,7 @@ def test_what_asks_for_nothing_is_not_refused(argv: list[str], environment: dict
             ["--waiting-served-ratio", "--max-waiting-tokens"],
         ),
         ("--otlp-endpoint http://x", False, []),
-        ("--trust-remote-code", False, ["--trust-remote-code has no effect"]),
+        ("--trust-remote-code", False, ["--trust-remote-code: code of a model's repository is never run"]),
         ("--model-id x --port 80 --json-output --dtype float32", False, []),
     ],
 )

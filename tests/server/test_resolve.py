@@ -37,3 +37,13 @@ def test_a_watermark_has_tgis_defaults_and_variables() -> None:
 def test_a_watermark_that_means_nothing_is_refused_by_name(environment: dict[str, str]) -> None:
     with pytest.raises(StartupError, match=f"^{next(iter(environment))} must be"):
         resolved(**environment)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("hung_after", 0.0), ("hung_after", float("nan")), ("budget_scale", 0.05), ("budget_scale", 1.1)],
+)
+def test_times_and_scales_that_mean_nothing_are_refused_by_name(flag: str, value: float) -> None:
+    args = ServeArgs(model_id="m", **{flag: value})
+    with pytest.raises(StartupError, match=f"^--{flag.replace('_', '-')} must be"):
+        resolve(args, Path("m"), platform_of("cpu"), {"ATTENTION": "cpu"})

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.tokenizer import BOS_ID, TURN_END_ID, byte_tokenizer, ids_of, unpacked
 from tgi import hub
 from tgi.errors import InvalidRequest, StartupError
-from tgi.text.tokenizer import SHORT_TEXT, Tokenizer, load_tokenizer
+from tgi.text.tokenizer import SHORT_TEXT, Tokenizer, check_fits, load_tokenizer
 
 RECORDED = Path(__file__).parent.parent / "data" / "smollm2_tokens.json"
 
@@ -127,3 +127,11 @@ def test_a_bad_gguf_file_is_one_clear_line(tmp_path: Path, content: bytes | None
     with pytest.raises(StartupError, match=message) as raised:
         load_tokenizer(path)
     assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    tokenizer = byte_tokenizer()  # 256 plain tokens, then added ones
+    check_fits(tokenizer, 256, "m")
+    check_fits(tokenizer, 1024, "m")
+    with pytest.raises(StartupError, match="tokenizer of m has 256 tokens, its model knows 255: they do not belong"):
+        check_fits(tokenizer, 255, "m")

@@ -138,14 +138,19 @@ class LauncherArgs:
     )
     trust_remote_code: bool = _flag(
         False,
-        "Allow code of the model's repository to run.",
-        policy=Policy.NO_EFFECT,
+        "Trust the model's repository: its pickled weights (.bin, .pt) may be converted to safetensors.",
+        policy=Policy.NOTED,
         note="code of a model's repository is never run",
+    )
+    load_format: str | None = _flag(
+        None,
+        "Where weights come from: the model's files, or random numbers, which measure speed without any.",
+        choices=("auto", "dummy"),
+        default_text="auto",
     )
     model_plugins: str | None = _flag(
         None,
-        "Folder of model files of your own, `<model_type>.py`, which come before those of the server. They run with its "
-        "rights.",
+        "Folder of model files of your own, `<model_type>.py`, which come before the server's. They run with its rights.",
     )
     max_concurrent_requests: int = _flag(128, "Requests taken at once; more are answered with 429.", bounds=(1, None))
     max_best_of: int = _flag(2, "Largest `best_of` of a request.")

@@ -88,7 +88,7 @@ def shard_command(
     argv += ["--json-output"]
     argv += ["--trust-remote-code"] if args.trust_remote_code else []
     argv += ["--sharded"] if resolved.num_shard > 1 else []
-    for name in ("dtype", "revision", "max_input_tokens", "model_plugins"):
+    for name in ("dtype", "revision", "max_input_tokens", "load_format", "model_plugins"):
         value = getattr(args, name)
         argv += [_option(name), str(value)] if value is not None else []
     argv += ["--hung-after", f"{args.hung_after:g}"]

@@ -38,7 +38,7 @@ ATTENTION_BACKENDS: dict[str, tuple[tuple[str, ...], str | None]] = {
 PACKAGE_NAMES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn"}
 # Head sizes and model types for which flashinfer and its like have kernels that are known to be right.
 FAST_HEAD_SIZES = frozenset({64, 128, 256})
-SLOW_MODEL_TYPES = frozenset({"falcon", "deepseek_v2"})
+SLOW_MODEL_TYPES = frozenset({"falcon", "RefinedWeb", "RefinedWebModel", "deepseek_v2"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ class ServeArgs:
     otlp_service_name: str = "text-generation-inference.server"
     max_input_tokens: int | None = None
     load_format: str = "auto"
+    hung_after: float = 30.0
+    budget_scale: float = 1.0
+    model_plugins: str | None = None
 
 
 def resolve(
@@ -69,6 +72,10 @@ def resolve(
     prefix_caching = env.get("PREFIX_CACHING", source)
     if args.load_format not in ("auto", "dummy"):
         raise StartupError(f"--load-format {args.load_format} is not known: choose auto or dummy")
+    if not 0 < args.hung_after < math.inf:
+        raise StartupError(f"--hung-after must be a number of seconds above 0; it is {args.hung_after}")
+    if not 0.05 < args.budget_scale <= 1:
+        raise StartupError(f"--budget-scale must be above 0.05 and at most 1; it is {args.budget_scale}")
     return ShardConfig(
         model_id=args.model_id,
         model_path=model_path,
@@ -90,6 +97,9 @@ def resolve(
         cuda_memory_fraction=env.get("CUDA_MEMORY_FRACTION", source),
         max_batch_size=env.get("MAX_BATCH_SIZE", source),
         load_format=args.load_format,
+        hung_after=args.hung_after,
+        budget_scale=args.budget_scale,
+        model_plugins=None if args.model_plugins is None else Path(args.model_plugins),
         otlp_endpoint=args.otlp_endpoint,
         otlp_service_name=args.otlp_service_name,
     )

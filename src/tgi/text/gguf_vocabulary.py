@@ -33,6 +33,14 @@ _MODERN = (
 LLAMA3 = _MODERN.format(digits=r"\p{N}{1,3}")
 QWEN2 = _MODERN.format(digits=r"\p{N}")
 ONE_DIGIT = r"\p{N}"
+# Words end where a capital begins; marks belong to their letters.
+_CASED = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}"
+    r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}"
+    r"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = _CASED.format(ending="", digits=r"\p{N}")
+GPT4O = _CASED.format(ending=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", digits=r"\p{N}{1,3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,9 @@ CUTS: Mapping[str, Cut] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "tekken": Cut((TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": Cut((GPT4O,)),
     "smaug-bpe": Cut((LLAMA3,)),
     "dbrx": Cut((LLAMA3,)),
     "qwen2": _QWEN2,

@@ -59,7 +59,11 @@ class Tokenizer:
     def __init__(self, source: TokenizerSource) -> None:
         self._backend = source.backend
         added = source.backend.get_added_tokens_decoder()
-        self.vocab_size = max(source.backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
+        size = source.backend.get_vocab_size(with_added_tokens=False)
+        self.vocab_size = max(size, max(added, default=-1) + 1)
+        while size - 1 in added:
+            size -= 1
+        self.num_plain_tokens = size  # without those that were added at the end
         self.bos_token = source.named_tokens.get("bos_token")
         self.eos_token = source.named_tokens.get("eos_token")
         self.bos_id = source.token_id("bos_token")
@@ -148,6 +152,18 @@ def load_tokenizer(
     if chat_template is not None:
         source.chat_templates = read_chat_template(chat_template)
     return Tokenizer(source)
+
+
+def check_fits(tokenizer: Tokenizer, model_vocab_size: int, model_id: str) -> None:
+    """Raises StartupError when the tokenizer is another model's: it has more plain tokens than the model has ids.
+
+    Tokens that were added later may lie beyond (fine-tuned models have such); a request that holds one is refused.
+    """
+    if tokenizer.num_plain_tokens > model_vocab_size:
+        raise StartupError(
+            f"The tokenizer of {model_id} has {tokenizer.num_plain_tokens} tokens, its model knows {model_vocab_size}: "
+            "they do not belong together. Fetch tokenizer.json of the same model"
+        )
 
 
 def read_tokenizer(path: Path, tokenizer_config_path: Path | None = None) -> TokenizerSource:

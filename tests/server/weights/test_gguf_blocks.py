@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tgi.server.weights.gguf_blocks import BLOCKS, dequantize
+from tgi.server.weights.gguf_blocks import BLOCKS, block_type, dequantize
 
 # Where a block's float16 numbers lie, if not in its first two bytes.
 SCALE_BYTES = {name: slice(0, 4) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {"Q6_K": slice(208, 210)}
@@ -48,6 +48,23 @@ def test_plain_types_keep_their_bits(dtype: torch.dtype) -> None:
     decoded = dequantize(BLOCKS[kind], values.view(torch.uint8))
     assert decoded.dtype == dtype
     assert torch.equal(decoded, values)
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "TQ2_0", "MXFP4"])
+def test_rarer_types_are_decoded_by_the_formats_package(name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = block_type(kind)
+    assert blocks is not None
+    assert (blocks.name, (blocks.elements, blocks.bytes)) == (name, gguf.GGML_QUANT_SIZES[kind])
+    raw = np.random.default_rng(kind).integers(0, 30, (7, blocks.bytes), dtype=np.uint8)
+    decoded = dequantize(blocks, torch.from_numpy(raw))
+    assert decoded.shape == (7, blocks.elements)
+    np.testing.assert_array_equal(decoded.numpy(), gguf.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("kind", [4, 9, 15, 24, 99, 2**32 - 1])
+def test_what_nobody_decodes_has_no_type(kind: int) -> None:
+    assert block_type(kind) is None
 
 
 def test_low_nibbles_are_the_first_half_of_a_block() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -61,7 +62,7 @@ def rounded(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> torch.Tensor
     ],
 )
 def test_names(name: str, expected: str) -> None:
-    assert checkpoint_name(name) == expected
+    assert checkpoint_name(name, "llama") == expected
 
 
 def test_query_and_key_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -137,11 +138,38 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(StartupError, match="one part of a split GGUF"):
-        open_checkpoint(tmp_path / "m.gguf")
+def test_names_of_architectures() -> None:
+    assert checkpoint_name("blk.0.ffn_norm.weight", "gemma3") == "model.layers.0.pre_feedforward_layernorm.weight"
+    assert checkpoint_name("blk.1.attn_qkv.weight", "phi3") == "model.layers.1.self_attn.qkv_proj.weight"
+    assert checkpoint_name("blk.1.ffn_up.weight", "phi3") == "model.layers.1.mlp.gate_up_proj.weight"
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", {"output.weight": (random(8, 8), None), "output_norm.weight": (random(8), None)}
+    )
+    raw = path.read_bytes()
+    # The second tensor's offset, the last entry of the table, is made to lie inside the first.
+    place = raw.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8 + 4
+    assert struct.unpack_from("<Q", raw, place) == (256,)
+    path.write_bytes(raw[:place] + struct.pack("<Q", 64) + raw[place + 8 :])
+    with pytest.raises(StartupError, match=r"tensors output\.weight and output_norm\.weight overlap"):
+        open_checkpoint(path)
+
+
+def test_a_tensor_that_stands_there_twice_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"output.weight": (random(8), None), "outpux.weight": (random(8), None)})
+    path.write_bytes(path.read_bytes().replace(b"outpux", b"output"))
+    with pytest.raises(StartupError, match="names a tensor twice"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("place", [8, 16, 24])
+@pytest.mark.parametrize("value", [2**62, 2**64 - 1])
+def test_absurd_counts_and_lengths_are_one_line(tmp_path: Path, place: int, value: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"output.weight": (random(8), None)})
+    raw = path.read_bytes()  # 8: number of tensors, 16: number of keys, 24: length of the first key
+    path.write_bytes(raw[:place] + struct.pack("<Q", value) + raw[place + 8 :])
+    with pytest.raises(StartupError, match="is not a valid GGUF file") as raised:
+        open_checkpoint(path)
+    assert "\n" not in str(raised.value)

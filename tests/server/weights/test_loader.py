@@ -7,21 +7,24 @@ import math
 import pytest
 import torch
 
+from tgi.errors import StartupError
 from tgi.server.weights import loader
 from tgi.server.weights.dummy_checkpoint import STD, DummyCheckpoint
 from tgi.server.weights.loader import load_into
 from tgi.server.weights.region import Region, bounds_of
+from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
 
 
 class RecordingCheckpoint:
     """Serves one tensor and notes how much each read took."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *others: str) -> None:
         self.tensor = tensor
+        self.others = others
         self.reads: list[int] = []
 
     def names(self) -> tuple[str, ...]:
-        return ("t",)
+        return ("t", *self.others)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
@@ -69,3 +72,38 @@ def test_random_weights_are_the_same_for_every_rank() -> None:
     assert whole.isfinite().all()
     assert whole.float().std().item() == pytest.approx(STD, rel=0.02)
     assert torch.equal(checkpoint.read("model.norm.weight", (16,)), torch.ones(16, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    tensor = torch.randn(64, 32)
+    tensor[40, 5] = value
+    with pytest.raises(StartupError, match="The weights of t hold values that are no finite numbers"):
+        load_into(torch.empty(64, 32), RecordingCheckpoint(tensor), "t", (64, 32))
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused() -> None:
+    tensor = torch.full((4, 4), -1e5)
+    with pytest.raises(StartupError, match="reach 100000, which float16 cannot hold; choose --dtype bfloat16"):
+        load_into(torch.empty(4, 4, dtype=torch.float16), RecordingCheckpoint(tensor), "t", (4, 4))
+    load_into(torch.empty(4, 4, dtype=torch.bfloat16), RecordingCheckpoint(tensor), "t", (4, 4))
+
+
+def test_what_nobody_read_is_named() -> None:
+    def tracked(*left: str) -> TrackedCheckpoint:
+        checkpoint = TrackedCheckpoint(RecordingCheckpoint(torch.ones(2, 2), *left))
+        checkpoint.read("t", (2, 2))
+        return checkpoint
+
+    tracked().check_all_read()
+    for harmless in (
+        *("model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "h.0.attn.bias", "h.0.attn.masked_bias"),
+        *("model.visual.blocks.0.weight", "vision_tower.x.weight", "mtp.layers.0.weight", "score.weight"),
+    ):
+        tracked(harmless).check_all_read()
+    for wrong in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra.weight"):
+        with pytest.raises(StartupError, match=f"holds {wrong}, for which the model's configuration has no place"):
+            tracked(wrong).check_all_read()
+    with pytest.raises(StartupError, match=r"holds a, b, c and 2 more, for which"):
+        tracked(*"edcba").check_all_read()
+    tracked("model.layers.2.mlp.up_proj.weight").check_all_read(draft_layers_from=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"weight_map": 3}'])
 def test_a_broken_index(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(StartupError, match="is not a safetensors index"):
+    with pytest.raises(StartupError, match="is not an index of weights"):
         open_checkpoint(tmp_path)
 
 
@@ -104,7 +105,9 @@ def test_directories_without_safetensors(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"holds no \*\.safetensors"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(StartupError, match=r"\.bin files only.*convert them to safetensors"):
+    with pytest.raises(
+        StartupError, match=r"\.bin files only; convert them with: .*download-weights .* --trust-remote-code"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -114,3 +117,66 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(b"")
     with pytest.raises(StartupError, match="neither a directory"):
         open_checkpoint(tmp_path / "file.pt")
+
+
+def raw_file(path: Path, header: object, size: int) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+
+
+def entry(start: int, stop: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({"a": entry(0, 32), "b": entry(16, 48)}, 48),  # overlap
+        ({"a": entry(0, 32), "b": entry(0, 32)}, 32),  # the same bytes
+        ({"a": entry(0, 16), "b": entry(32, 48)}, 48),  # a gap
+        ({"a": entry(0, 1 << 40)}, 32),  # beyond the end
+        ({"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 32]}}, 32),
+        ({"a": entry(0, 32, "F99")}, 32),
+        (b"[]", 0),
+        (b"\xff\xfe", 0),
+    ],
+)
+def test_what_a_header_may_not_say(tmp_path: Path, header: object, size: int) -> None:
+    raw_file(tmp_path / "model.safetensors", header, size)
+    with pytest.raises(StartupError, match=r"model\.safetensors cannot be read \(.*\); fetch it again") as raised:
+        open_checkpoint(tmp_path).read("a", (8,))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [0, 1 << 40, 2**64 - 1])
+def test_a_header_of_absurd_length(tmp_path: Path, length: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + bytes(64))
+    with pytest.raises(StartupError, match="cannot be read"):
+        open_checkpoint(tmp_path).read("a", (8,))
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "first.safetensors", {"a": MATRIX})
+    write_safetensors(tmp_path / "second.safetensors", {"a": MATRIX})
+    with pytest.raises(StartupError, match=r"a stands in both .*first\.safetensors and second\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_that_leads_out_of_the_folder(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "secret.safetensors", {"a": MATRIX})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), ".."):
+        write_index(folder, {"a": name})
+        with pytest.raises(StartupError, match="which is no file beside it"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "I32", "U8"])
+def test_codes_of_a_quantisation_are_no_weights(tmp_path: Path, dtype: str) -> None:
+    size = 4 if dtype == "I32" else 1
+    raw_file(
+        tmp_path / "model.safetensors", {"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 8 * size]}}, 8 * size
+    )
+    with pytest.raises(StartupError, match=f"tensor a is stored as {dtype}, as quantised weights are"):
+        open_checkpoint(tmp_path).read("a", (8,))

@@ -1,14 +1,17 @@
 """Block types of GGUF and how their bytes become numbers. Knows no file and no names.
 
-Layouts: block_q* in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. In the 4- and 5-bit types the low
-nibbles of the quants are a block's first half and the high nibbles its second, not neighbours.
+The common types are decoded here, the rarer ones by the format's own package. Layouts: block_q* in
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. In the 4- and 5-bit types the low nibbles of the quants
+are a block's first half and the high nibbles its second, not neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 
 
@@ -20,9 +23,31 @@ class BlockType:
     decode: Callable[[torch.Tensor], torch.Tensor]  # [blocks, bytes] uint8 -> [blocks, elements]
 
 
+@cache
+def block_type(kind: int) -> BlockType | None:
+    """The block type of that number; None when nothing here can decode it."""
+    return BLOCKS.get(kind) or _of_package(kind)
+
+
 def dequantize(blocks: BlockType, raw: torch.Tensor) -> torch.Tensor:
     """[blocks, bytes] uint8, contiguous -> [blocks, elements]: float32, or the type's own for F16 and BF16."""
     return blocks.decode(raw)
+
+
+def _of_package(kind: int) -> BlockType | None:
+    import gguf  # here: a tenth of a second that few files need
+
+    try:
+        named = gguf.GGMLQuantizationType(kind)
+        elements, num_bytes = gguf.GGML_QUANT_SIZES[named]
+        gguf.dequantize(np.zeros((1, num_bytes), np.uint8), named)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+
+    def decode(raw: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(gguf.dequantize(raw.numpy(), named))
+
+    return BlockType(named.name, elements, num_bytes, decode)
 
 
 def _plain(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,13 +1,14 @@
-"""Tensors of one GGUF file under the names, and in the row order, of the architecture's safetensors files.
+"""Tensors of a GGUF file under the names, in the row order and with the offsets of the model's safetensors files.
 
-Knows the naming of the format, not its blocks (`gguf_blocks.py`) nor what a model does with a tensor.
+Knows the conventions of the format, not its blocks (`gguf_blocks.py`) nor what a model does with a tensor.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from tgi.errors import StartupError
 from tgi.gguf_file import BadGguf, GgufFile, GgufTensor
-from tgi.server.weights.gguf_blocks import BLOCKS, BlockType, dequantize
+from tgi.server.weights.gguf_blocks import BlockType, block_type, dequantize
 from tgi.server.weights.region import Region, bounds_of, check_shape, missing
 
 TOP = {
@@ -36,6 +37,22 @@ IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma norms the output of a sublayer too, and names the norms for where they stand.
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Where an architecture's file and its safetensors agree on a name that others spell differently.
+OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+# Architectures whose converter adds one to the weights of norms, which the model would otherwise do in each step.
+SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3"})
+# Read with the configuration, not with the weights.
+SETTINGS = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 # Architectures whose converter reorders query and key rows, for a rotation of neighbours instead of halves.
 PERMUTED = frozenset({"llama"})
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
@@ -49,10 +66,14 @@ class GgufCheckpoint:
             self._file = GgufFile(path)
         except BadGguf as error:
             raise StartupError(str(error)) from error
-        if self._file.get("split.count", 1) > 1:
-            raise StartupError(f"{path} is one part of a split GGUF, which is not supported; merge it with gguf-split")
-        self._tensors = {checkpoint_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._architecture = str(self._file.get("general.architecture"))
+        self._tensors = {
+            checkpoint_name(name, self._architecture): tensor
+            for name, tensor in self._file.tensors.items()
+            if name not in SETTINGS
+        }
         self._unread = DROP_PAGES_AFTER
+        self._check_overlaps()
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -77,19 +98,19 @@ class GgufCheckpoint:
         self._count(raw.numel())
         values = dequantize(blocks, raw.view(-1, blocks.bytes)).view(*raw.shape[:-1], -1)
         start = first - from_block * blocks.elements
-        return values[..., start : start + last - first].reshape(sizes)
+        values = values[..., start : start + last - first].reshape(sizes)
+        return values - 1 if self._has_shift(name) else values
 
     def close(self) -> None:
         self._tensors = {}
         self._file.drop_pages()
 
     def _blocks(self, tensor: GgufTensor) -> BlockType:
-        blocks = BLOCKS.get(tensor.ggml_type)
+        blocks = block_type(tensor.ggml_type)
         if blocks is None:
-            known = ", ".join(block.name for block in BLOCKS.values())
             raise StartupError(
                 f"{self.path}: tensor {tensor.name} has block type {tensor.ggml_type}, which is not supported; take a "
-                f"file of {known}"
+                "file of another quantisation, such as Q4_K_M or Q8_0"
             )
         columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         if columns % blocks.elements:
@@ -98,6 +119,16 @@ class GgufCheckpoint:
                 f"{blocks.elements}; fetch the file again"
             )
         return blocks
+
+    def _check_overlaps(self) -> None:
+        """Two names for the same bytes are not what any converter writes."""
+        by_place = sorted(self._file.tensors.values(), key=lambda tensor: (self._file.part_of(tensor), tensor.offset))
+        for tensor, following in pairwise(by_place):
+            blocks, part = block_type(tensor.ggml_type), self._file.part_of(tensor)
+            if blocks is None or part != self._file.part_of(following):
+                continue
+            if tensor.offset + math.prod(tensor.shape) // blocks.elements * blocks.bytes > following.offset:
+                raise StartupError(f"{part}: tensors {tensor.name} and {following.name} overlap; fetch the file again")
 
     def _rows(self, name: str, tensor: GgufTensor, blocks: BlockType, outer: Sequence[tuple[int, int]]) -> np.ndarray:
         """The bytes of the rows asked for, in checkpoint order: [..., bytes of a row]."""
@@ -115,7 +146,7 @@ class GgufCheckpoint:
 
     def _permuted_heads(self, name: str) -> int | None:
         """Heads whose rows are reordered in this tensor; None when its rows are in checkpoint order."""
-        architecture = self._file.get("general.architecture")
+        architecture = self._architecture
         if architecture not in PERMUTED:
             return None
         owner = name.rpartition(".")[0]
@@ -126,6 +157,9 @@ class GgufCheckpoint:
             return self._file.get(f"{architecture}.attention.head_count_kv", heads)
         return None
 
+    def _has_shift(self, name: str) -> bool:
+        return self._architecture in SHIFTED_NORMS and name.endswith("norm.weight")
+
     def _count(self, num_bytes: int) -> None:
         self._unread -= num_bytes
         if self._unread < 0:
@@ -133,12 +167,13 @@ class GgufCheckpoint:
             self._unread = DROP_PAGES_AFTER
 
 
-def checkpoint_name(name: str) -> str:
+def checkpoint_name(name: str, architecture: str) -> str:
     """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". A name outside the tables stays as it is."""
     block = BLOCK_NAME.fullmatch(name)
     if block:
         layer, part, leaf = block.groups()
-        return f"model.layers.{layer}.{IN_BLOCK[part]}.{leaf}" if part in IN_BLOCK else name
+        own = OF_ARCHITECTURE.get(architecture, {}).get(part) or IN_BLOCK.get(part)
+        return name if own is None else f"model.layers.{layer}.{own}.{leaf}"
     part, _, leaf = name.rpartition(".")
     return f"{TOP[part]}.{leaf}" if part in TOP else name
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tgi.errors import StartupError
 from tgi.server.weights.region import Region, bounds_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def load_into(
 ) -> None:
     """Fills `destination` with the `region` of tensor `name`, converted to its dtype and on its device.
 
-    `shape` is the whole tensor's. Raises StartupError when the checkpoint has no such tensor or one of another shape.
+    `shape` is the whole tensor's. Raises StartupError when the checkpoint has no such tensor, one of another shape, or
+    numbers that are none or that the destination's dtype cannot hold.
     """
     bounds = bounds_of(shape, region)
     assert tuple(destination.shape) == tuple(stop - start for start, stop in bounds), (name, destination.shape, bounds)
@@ -32,4 +34,20 @@ def load_into(
     for start in range(first, last, rows):
         stop = min(start + rows, last)
         part = checkpoint.read(name, shape, (slice(start, stop), *(slice(*bound) for bound in inner)))
+        _check_numbers(part, name, destination.dtype)
         destination[start - first : stop - first].copy_(part)
+
+
+def _check_numbers(part: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """One broken weight makes every answer nonsense, and no request can tell why."""
+    if not part.is_cpu or not part.is_floating_point() or not part.numel():
+        return  # random weights are made on the device, which nobody waits for here
+    least, most = (bound.item() for bound in torch.aminmax(part))
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise StartupError(f"The weights of {name} hold values that are no finite numbers; fetch the model again")
+    if max(-least, most) > torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise StartupError(
+            f"The weights of {name} reach {max(-least, most):g}, which {kind} cannot hold; choose --dtype bfloat16 or "
+            "float32"
+        )

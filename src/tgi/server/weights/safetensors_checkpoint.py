@@ -1,4 +1,7 @@
-"""Tensors of one or several safetensors files in a directory. Keeps one file open at a time."""
+"""Tensors of one or several safetensors files in a directory. Keeps one file open at a time.
+
+The library checks what a file says of itself: a header that is too long, offsets that overlap or leave gaps.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tgi.errors import StartupError
+from tgi.model_files import BESIDE, indexed_files
 from tgi.server.weights.region import Region, check_shape, missing
 
 INDEX = "model.safetensors.index.json"
-# Files that lie beside a model's weights and are none, or hold them a second time under other names.
-BESIDE = ("adapter_model", "consolidated", "medusa_lm_head")
+# Kinds of numbers that are a weight by themselves; others are codes of a quantisation.
+PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class SafetensorsCheckpoint:
@@ -35,6 +39,11 @@ class SafetensorsCheckpoint:
             raise missing(self.directory, name)
         part = self._slice(name)
         check_shape(self._file_of[name], name, tuple(part.get_shape()), shape)
+        if part.get_dtype() not in PLAIN:
+            raise StartupError(
+                f"{self._file_of[name]}: tensor {name} is stored as {part.get_dtype()}, as quantised weights are; take "
+                "the model's unquantised weights (or a GGUF file)"
+            )
         return part[region] if region else self._handle(self._file_of[name]).get_tensor(name)
 
     def close(self) -> None:
@@ -58,6 +67,7 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     """Tensor name -> file."""
     index = directory / INDEX
     if index.exists():
+        indexed_files(index)  # each of them lies in this directory
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
             found = {str(name): directory / file for name, file in weight_map.items()}
@@ -74,10 +84,24 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     if not files:
         if any(directory.glob("*.bin")):
             raise StartupError(
-                f"{directory} holds its weights as .bin files only, which are not loaded; convert them to safetensors"
+                f"{directory} holds its weights as .bin files only; convert them with: text-generation-server "
+                f"download-weights {directory} --trust-remote-code"
             )
         raise StartupError(f"{directory} holds no *.safetensors")
-    return {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118 (safe_open is no mapping)
+    return _named(files)
+
+
+def _named(files: list[Path]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in _open(file).keys():  # noqa: SIM118 (safe_open is no mapping)
+            if name in found:
+                raise StartupError(
+                    f"The tensor {name} stands in both {found[name]} and {file.name}; take away the file that does not "
+                    "belong to the model"
+                )
+            found[name] = file
+    return found
 
 
 def _open(file: Path) -> Any:

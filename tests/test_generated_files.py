@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from benchmarks import page
 from benchmarks.record import Figure, format_value, render_table
-from docs import references
+from docs import models, references
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,6 +60,10 @@ def test_the_lock_satisfies_every_range() -> None:
 
 def test_performance_page_says_what_the_results_say() -> None:
     assert page.PAGE.read_text() == page.render(), "run `make docs`"
+
+
+def test_models_page_says_what_the_table_of_tests_says() -> None:
+    assert models.PAGE.read_text() == models.render(), "run `make docs`"
 
 
 @pytest.mark.fault("TGI#231")

@@ -225,6 +225,29 @@ def test_nonsense_in_generation_config_names_that_file(tmp_path: Path) -> None:
         read(tmp_path, LLAMA, {"eos_token_id": "x"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "files", "expected"),
+    [
+        *(
+            ({"quantization_config": {"quant_method": method}}, {}, method)
+            for method in ("awq", "gptq", "exl2", "marlin", "eetq", "bitsandbytes", "fp8", "fbgemm_fp8", "mxfp4")
+        ),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, {}, "compressed-tensors"),
+        ({"quantization_config": {"bits": 4}}, {}, "unknown"),
+        ({}, {"quantize_config.json": {"bits": 4, "group_size": 128}}, "gptq"),
+        ({}, {"quant_config.json": {"w_bit": 4}}, "awq"),
+        ({}, {"quantize_config.json": {"quant_method": "marlin"}}, "marlin"),
+        ({"quantization_config": None}, {}, None),
+    ],
+)
+def test_a_quantisation_is_known_however_it_is_said(
+    tmp_path: Path, settings: dict[str, Any], files: dict[str, Any], expected: str | None
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read(tmp_path, {**LLAMA, **settings}).quant_method == expected
+
+
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"has no config\.json: it is not a model directory$"):
         read_model_config(tmp_path)
@@ -291,13 +314,13 @@ def test_gguf_options(tmp_path: Path) -> None:
     assert config.head_dim == 16
     assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 256}
     assert (config.eos_ids, config.bos_id, config.sliding_window) == ((2, 3), 1, 99)
-    assert (config.tie_word_embeddings, config.attention_bias) == (False, True)
+    assert (config.tie_word_embeddings, config.attention_bias) == (False, False)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "mystery"}, "architecture 'mystery' are not supported (gemma, gemma2, llama,"),
+        ({"architecture": "mystery"}, "architecture 'mystery' are not supported (gemma, gemma2, gemma3, llama,"),
         ({"drop": ("embedding_length",)}, "does not say llama.embedding_length"),
         ({"drop": ("token_embd",)}, "has no table token_embd.weight: the file is no whole model"),
         ({"block_count": 0}, "llama.block_count must be a positive whole number, not 0"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from tgi.errors import StartupError
 from tgi.gguf_file import BadGguf, GgufFile
+from tgi.gguf_settings import longrope_of, settings_of
 
 # GGUF architecture -> (model_type, class name of the same architecture in config.json).
 GGUF_ARCHITECTURES = {
@@ -22,9 +23,38 @@ GGUF_ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma": ("gemma", "GemmaForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
 }
-GGUF_ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh"}
+_TIED = {"tie_word_embeddings": True}
+_FALCON = {"activation": "gelu", "multi_query": True, "max_position_embeddings": 2048, **_TIED}
+# What files of these architectures may leave out, where it is not the usual default; in their own spelling.
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "RefinedWeb": _FALCON,
+    "RefinedWebModel": _FALCON,
+    "bloom": {"hidden_act": "gelu_pytorch_tanh", **_TIED},
+    "dbrx": {"max_seq_len": 2048},
+    "falcon": _FALCON,
+    "gpt2": {"activation_function": "gelu_new", "n_positions": 1024, **_TIED},
+    "gpt_bigcode": {"activation_function": "gelu_pytorch_tanh", "multi_query": True, "n_positions": 1024, **_TIED},
+    "gpt_neo": {"activation_function": "gelu_new", "max_position_embeddings": 2048, **_TIED},
+    "gpt_neox": {"hidden_act": "gelu", "max_position_embeddings": 2048},
+    "gpt_oss": {"attention_bias": True},
+    "gptj": {"activation_function": "gelu_new", "n_positions": 2048},
+    "mpt": {"max_seq_len": 2048, **_TIED},
+    "opt": {"activation_function": "relu", "max_position_embeddings": 2048, **_TIED},
+    "phi": {"hidden_act": "gelu_new", "max_position_embeddings": 2048},
+    "phi-msft": {"activation_function": "gelu_new", "n_positions": 2048},
+    "starcoder2": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        **_TIED,
+    },
+}
+# Parts of a configuration whose settings count as the model's own, where it does not say otherwise.
+PARTS: Mapping[str, tuple[str, ...]] = {"dbrx": ("attn_config", "ffn_config")}
+GGUF_ACTIVATIONS: Mapping[str, str] = dict.fromkeys(("gemma", "gemma2", "gemma3"), "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +84,23 @@ class ModelConfig:
     torch_dtype: str | None  # "bfloat16"
     quant_method: str | None
     sliding_window: int | None
-    raw: Mapping[str, Any]  # the whole config.json; empty for GGUF
+    raw: Mapping[str, Any]  # the whole config.json; for GGUF only what its architecture has beyond the above
+
+    @property
+    def fields(self) -> Fields:
+        """Typed look-ups of what only one architecture has. Files may leave out what is their architecture's
+        default."""
+        return Fields(_completed(self.model_type, self.raw), f"configuration of this {self.model_type} model")
+
+    @property
+    def partial_rotary_factor(self) -> float | None:
+        """The share of a head that is rotated, where the model says."""
+        return _partial_rotary_factor(self.fields)
+
+    @property
+    def layer_types(self) -> tuple[str, ...] | None:
+        """ "full_attention", "sliding_attention", ...: one per layer, where the model says."""
+        return _layer_types(self.fields)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -68,10 +114,11 @@ def read_model_config(path: Path) -> ModelConfig:
     config = _read_json(file)
     if config is None:
         raise StartupError(f"{path} has no config.json: it is not a model directory")
+    config = _with_older_quantisation(config, path)
     return _from_json(config, _read_json(path / "generation_config.json") or {}, file)
 
 
-class _Fields:
+class Fields:
     """Typed look-ups in one JSON object, with errors that name the file and the field."""
 
     def __init__(self, values: Mapping[str, Any], where: object) -> None:
@@ -109,6 +156,10 @@ class _Fields:
             raise StartupError(f"{self.where}: {names[0]} must be a positive number, not {value!r}")
         return float(value)
 
+    def optional_number(self, *names: str) -> float | None:
+        """A positive number, or None where the file says null or nothing."""
+        return None if self.get(*names) is None else self.number(*names, default=1.0)
+
     def text(self, *names: str) -> str | None:
         value = self.get(*names)
         if value is not None and not isinstance(value, str):
@@ -133,37 +184,38 @@ class _Fields:
 
 
 def _from_json(config: dict[str, Any], generation: dict[str, Any], file: Path) -> ModelConfig:
-    text_config = config.get("text_config")
-    fields = _Fields({**config, **text_config} if isinstance(text_config, dict) else config, file)
-    whole = _Fields(config, file)
+    whole = Fields(config, file)
     model_type = whole.text("model_type")
     if model_type is None:
         raise StartupError(f"{file} does not say model_type")
+    fields = Fields(_completed(model_type, config), file)
     architectures = whole.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise StartupError(f"{file}: architectures must be a list of class names, not {architectures!r}")
-    hidden_size = fields.count("hidden_size", "n_embd", "d_model")
-    num_heads = fields.count("num_attention_heads", "n_head", "num_heads")
+    hidden_size = fields.count("hidden_size", "n_embd", "n_embed", "d_model")
+    num_heads = _num_heads(fields)
     theta, scaling = _rope(fields)
-    generation_fields = _Fields(generation, file.with_name("generation_config.json"))
+    generation_fields = Fields(generation, file.with_name("generation_config.json"))
     return ModelConfig(
         model_type=model_type,
         architectures=tuple(architectures),
         hidden_size=hidden_size,
-        num_layers=fields.count("num_hidden_layers", "n_layer", "num_layers"),
+        num_layers=fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
         num_heads=num_heads,
         num_kv_heads=_kv_heads(fields, num_heads),
         head_dim=_head_dim(fields, hidden_size, num_heads),
-        intermediate_size=fields.count("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+        intermediate_size=_intermediate_size(fields, hidden_size),
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=fields.optional_count("max_position_embeddings", "max_seq_len", "n_positions"),
         tie_word_embeddings=whole.flag("tie_word_embeddings", default=fields.flag("tie_word_embeddings")),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=fields.number("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=1e-6),
+        rms_norm_eps=fields.number(
+            "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon", default=1e-6
+        ),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
-        hidden_act=fields.text("hidden_act", "hidden_activation", "activation_function") or "silu",
+        hidden_act=fields.text("hidden_act", "hidden_activation", "activation_function", "activation") or "silu",
         eos_ids=_without_repeats(fields.ids("eos_token_id") + generation_fields.ids("eos_token_id")),
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         torch_dtype=_dtype(fields),
@@ -185,7 +237,7 @@ def _from_gguf(path: Path) -> ModelConfig:
         known = ", ".join(sorted(GGUF_ARCHITECTURES))
         raise StartupError(f"{path}: GGUF files of architecture {architecture!r} are not supported ({known} are)")
     model_type, class_name = GGUF_ARCHITECTURES[architecture]
-    fields = _Fields(file, path)
+    fields = Fields(file, path)
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
@@ -195,6 +247,8 @@ def _from_gguf(path: Path) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise StartupError(f"{path} has no table token_embd.weight: the file is no whole model")
+    if fields.optional_count(key("expert_count")) is not None:
+        raise StartupError(f"{path}: GGUF files of models with experts are not supported; take the model's safetensors")
     num_kv_heads = fields.count(key("attention.head_count_kv"), default=num_heads)
     _check_groups(path, num_heads, num_kv_heads)
     return ModelConfig(
@@ -210,9 +264,9 @@ def _from_gguf(path: Path) -> ModelConfig:
         max_position_embeddings=fields.optional_count(key("context_length")),
         tie_word_embeddings="output.weight" not in file.tensors,
         rope_theta=fields.number(key("rope.freq_base"), default=10000.0),
-        rope_scaling=_gguf_rope_scaling(fields, key("rope.scaling.")),
+        rope_scaling=_gguf_rope_scaling(file, fields, key("rope.scaling.")),
         rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon"), default=1e-6),
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_bias="blk.0.attn_output.bias" in file.tensors,  # of the queries alone: an architecture's own way
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         hidden_act=GGUF_ACTIVATIONS.get(architecture, "silu"),
         eos_ids=_without_repeats(fields.ids("tokenizer.ggml.eos_token_id") + fields.ids("tokenizer.ggml.eot_token_id")),
@@ -220,8 +274,17 @@ def _from_gguf(path: Path) -> ModelConfig:
         torch_dtype=None,
         quant_method=None,
         sliding_window=fields.optional_count(key("attention.sliding_window")),
-        raw={},
+        raw=settings_of(file),
     )
+
+
+def _with_older_quantisation(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Older quantised checkpoints say so in a file of their own."""
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        found = _read_json(path / name)
+        if found is not None and not any(key in config for key in ("quantization_config", "compression_config")):
+            return {**config, "quantization_config": {"quant_method": found.get("quant_method") or method}}
+    return config
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -236,9 +299,40 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return value
 
 
-def _kv_heads(fields: _Fields, num_heads: int) -> int:
-    default = 1 if fields.get("multi_query") is True else num_heads
-    num_kv_heads = fields.count("num_key_value_heads", "num_kv_heads", default=default)
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A composite model's settings with those of its text part before them; any other's as they are."""
+    text_config = config.get("text_config")
+    return {**config, **text_config} if isinstance(text_config, dict) else config
+
+
+def _completed(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text part, with what its architecture's files leave out, or say in a part of their own."""
+    text = _text_part(config)
+    for part in PARTS.get(model_type, ()):
+        inner = text.get(part)
+        text = {**inner, **text} if isinstance(inner, dict) else text
+    left_out = {name: value for name, value in LEFT_OUT.get(model_type, {}).items() if text.get(name) is None}
+    return {**text, **left_out} if left_out else text
+
+
+def _num_heads(fields: Fields) -> int:
+    """Of an encoder-decoder the decoder's. A model that has states in the place of attention has no heads: 1."""
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
+    return fields.count(*names, default=1 if fields.get("state_size", "ssm_cfg") is not None else None)
+
+
+def _intermediate_size(fields: Fields, hidden_size: int) -> int:
+    default = int(fields.number("expansion_ratio", default=4.0) * hidden_size)
+    return fields.count("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=default)
+
+
+def _kv_heads(fields: Fields, num_heads: int) -> int:
+    """Falcon's files may count a key-value head for every head beside `multi_query`, which then means a single one; in
+    its newer architecture groups of heads share one, and `multi_query` means nothing."""
+    is_grouped = fields.flag("new_decoder_architecture", default=fields.get("n_head_kv") is not None)
+    if fields.flag("multi_query") and not is_grouped:
+        return 1
+    num_kv_heads = fields.count("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", default=num_heads)
     _check_groups(fields.where, num_heads, num_kv_heads)
     return num_kv_heads
 
@@ -248,8 +342,8 @@ def _check_groups(where: object, num_heads: int, num_kv_heads: int) -> None:
         raise StartupError(f"{where}: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
 
 
-def _head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int:
-    given = fields.optional_count("head_dim")
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    given = fields.optional_count("head_dim", "d_kv")
     return given if given is not None else _divide(fields.where, hidden_size, num_heads)
 
 
@@ -261,7 +355,7 @@ def _divide(where: object, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _rope(fields: _Fields) -> tuple[float, dict[str, Any] | None]:
+def _rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling). Newer files put both into `rope_parameters`, older ones theta beside `rope_scaling`; the kind
     of scaling is spelled `type` or `rope_type`. A kind of "default" is no scaling."""
     given = fields.get("rope_scaling", "rope_parameters")
@@ -270,7 +364,7 @@ def _rope(fields: _Fields) -> tuple[float, dict[str, Any] | None]:
     if not isinstance(given, dict):
         raise StartupError(f"{fields.where}: rope_scaling must be an object, not {given!r}")
     scaling = {name: value for name, value in given.items() if name not in ("type", "rope_type", "rope_theta")}
-    inner = _Fields(given, f"{fields.where}: rope_scaling")
+    inner = Fields(given, f"{fields.where}: rope_scaling")
     theta = inner.number("rope_theta", default=fields.number("rope_theta", "rotary_emb_base", default=10000.0))
     kind = inner.text("rope_type", "type")
     if kind is None and not scaling:
@@ -283,32 +377,58 @@ def _rope(fields: _Fields) -> tuple[float, dict[str, Any] | None]:
     return theta, {**({"rope_type": kind} if kind else {}), **scaling}
 
 
-def _gguf_rope_scaling(fields: _Fields, prefix: str) -> dict[str, Any] | None:
+def _gguf_rope_scaling(file: GgufFile, fields: Fields, prefix: str) -> dict[str, Any] | None:
     kind = fields.text(prefix + "type")
-    if kind in (None, "none"):
+    longrope = longrope_of(file)
+    scaling: dict[str, Any]
+    if longrope:
+        scaling = {"rope_type": "longrope", **longrope}
+        if fields.get(prefix + "attn_factor") is not None:
+            scaling["attention_factor"] = fields.number(prefix + "attn_factor", default=1.0)
+    elif kind in (None, "none"):
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number(prefix + "factor", default=1.0)}
+    else:
+        scaling = {"rope_type": kind, "factor": fields.number(prefix + "factor", default=1.0)}
     original = fields.optional_count(prefix + "original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     return scaling
 
 
-def _dtype(fields: _Fields) -> str | None:
+def _partial_rotary_factor(fields: Fields) -> float | None:
+    rope = fields.get("rope_parameters")
+    inner = Fields(rope if isinstance(rope, dict) else {}, f"{fields.where}: rope_parameters")
+    names = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+    factor = inner.optional_number(*names) or fields.optional_number(*names)
+    if factor is not None and factor > 1.0:
+        raise StartupError(f"{fields.where}: partial_rotary_factor must be at most 1, not {factor!r}")
+    return factor
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...] | None:
+    types = fields.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise StartupError(f"{fields.where}: layer_types must be a list of words, not {types!r}")
+    return tuple(types)
+
+
+def _dtype(fields: Fields) -> str | None:
     name = fields.text("dtype", "torch_dtype")
     return name.removeprefix("torch.") if name else None
 
 
-def _quant_method(fields: _Fields) -> str | None:
+def _quant_method(fields: Fields) -> str | None:
     given = fields.get("quantization_config", "compression_config")
     if given is None:
         return None
     if not isinstance(given, dict):
         raise StartupError(f"{fields.where}: quantization_config must be an object, not {given!r}")
-    return _Fields(given, f"{fields.where}: quantization_config").text("quant_method") or "unknown"
+    return Fields(given, f"{fields.where}: quantization_config").text("quant_method") or "unknown"
 
 
-def _sliding_window(fields: _Fields) -> int | None:
+def _sliding_window(fields: Fields) -> int | None:
     if fields.get("use_sliding_window") is False:
         return None
     return fields.optional_count("sliding_window")

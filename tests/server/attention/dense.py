@@ -9,11 +9,11 @@ import torch
 from tgi.server.attention.backend import AttentionInputs
 
 
-def dense_attention(query, keys, values, scale, window, softcap, sinks):
+def dense_attention(query, keys, values, scale, window, softcap, sinks, alibi):
     """[q, heads, d] against all keys of one row, [context, kv_heads, d]: the textbook in float64."""
     q, heads, _ = query.shape
     context, kv_heads, _ = keys.shape
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    out = torch.zeros(q, heads, values.shape[2], dtype=torch.float64)
     for head in range(heads):
         k, v = keys[:, head // (heads // kv_heads)].double(), values[:, head // (heads // kv_heads)].double()
         for j in range(q):
@@ -22,6 +22,8 @@ def dense_attention(query, keys, values, scale, window, softcap, sinks):
             scores = scale * (k[first : last + 1] @ query[j, head].double())
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi is not None:
+                scores = scores + alibi[head].double() * (torch.arange(first, last + 1) - last)
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head].double().view(1)])
             weights = torch.softmax(scores, 0)[: last + 1 - first]
@@ -65,20 +67,20 @@ class Case:
             table = self.inputs.block_tables[row].long()
             write(keys[:begin], values[:begin], table[positions // block_size] * block_size + positions % block_size)
 
-    def expected(self, scale, window=None, softcap=None, sinks=None) -> torch.Tensor:
+    def expected(self, scale, window=None, softcap=None, sinks=None, alibi=None) -> torch.Tensor:
         out, token = [], 0
         for row, (keys, values) in enumerate(self.cached):
             q = self.inputs.query_lens[row]
             query = self.query[token : token + q]
             token += q
             if self.inputs.context_lens[row]:
-                out.append(dense_attention(query, keys, values, scale, window, softcap, sinks))
+                out.append(dense_attention(query, keys, values, scale, window, softcap, sinks, alibi))
             else:
-                out.append(torch.zeros(query.shape, dtype=torch.float64))
+                out.append(torch.zeros((*query.shape[:2], values.shape[2]), dtype=torch.float64))
         return torch.cat(out)
 
 
-def make_case(rows, heads, kv_heads, head_dim, block_size, dtype=torch.float32, seed=0) -> Case:
+def make_case(rows, heads, kv_heads, head_dim, block_size, dtype=torch.float32, seed=0, value_dim=None) -> Case:
     """rows: (query_len, context_len); context_len 0 is padding on block 0."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-context // block_size) for _, context in rows]
@@ -88,7 +90,9 @@ def make_case(rows, heads, kv_heads, head_dim, block_size, dtype=torch.float32, 
     for row, (query_len, context_len) in enumerate(rows):
         table[row, : needed[row]] = order[used : used + needed[row]]
         used += needed[row]
-        cached.append(tuple(torch.randn(2, context_len, kv_heads, head_dim, generator=generator).to(dtype)))
+        wide = max(head_dim, value_dim or 0)
+        both = torch.randn(2, context_len, kv_heads, wide, generator=generator).to(dtype)
+        cached.append((both[0, :, :, :head_dim], both[1, :, :, : value_dim or head_dim]))
         positions = torch.arange(context_len - query_len, context_len).clamp(min=0)
         slots.append(table[row, positions // block_size].long() * block_size + positions % block_size)
         if context_len == 0:
@@ -97,7 +101,9 @@ def make_case(rows, heads, kv_heads, head_dim, block_size, dtype=torch.float32, 
     fresh = [
         (keys[-query:], values[-query:])
         if context
-        else (torch.full((query, kv_heads, head_dim), float("nan"), dtype=dtype),) * 2
+        else tuple(
+            torch.full((query, kv_heads, size), float("nan"), dtype=dtype) for size in (head_dim, value_dim or head_dim)
+        )
         for (query, context), (keys, values) in zip(rows, cached, strict=True)
     ]
     lens = torch.tensor([query for query, _ in rows])

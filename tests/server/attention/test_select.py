@@ -12,6 +12,7 @@ from tgi.server.attention import select
 from tgi.server.attention.cpu_backend import CpuBackend
 from tgi.server.attention.select import select_backend
 from tgi.server.attention.torch_backend import TorchBackend
+from tgi.server.context import AttentionOption
 
 
 @pytest.fixture
@@ -82,6 +83,30 @@ def test_a_gpus_automatic_choice_falls_to_what_is_there(installed, caplog, modul
     lines = [record.getMessage() for record in caplog.records]
     fallen = ["Attention backend: paged (not installed: flashinfer-python, flash-attn)"] if name == "paged" else []
     assert lines == [*fallen, f"Attention backend {name} on cuda runs on the torch reference: correct, not fast"]
+
+
+class WithoutSoftcap(TorchBackend):
+    def lacks(self, options):
+        return options & {"softcap", "sinks"}
+
+
+def test_what_a_backend_lacks_is_said_and_computed_by_the_reference(monkeypatch, caplog):
+    monkeypatch.setattr(select, "_with_kernels", WithoutSoftcap)
+    with caplog.at_level(logging.WARNING):
+        fallen = select.make_backend("paged", 16, frozenset({"window", "softcap"}))
+        kept = select.make_backend("paged", 16, frozenset({"window"}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Attention backend paged lacks softcap, which this model needs: torch reference"
+    ]
+    assert type(fallen) is TorchBackend
+    assert (fallen.name, fallen.block_size) == ("paged", 16)
+    assert type(kept) is WithoutSoftcap
+
+
+def test_this_machines_backends_have_every_option():
+    options = frozenset[AttentionOption]({"window", "softcap", "sinks", "alibi", "value_dim"})
+    assert not CpuBackend().lacks(options)
+    assert not TorchBackend().lacks(options)
 
 
 def test_unknown_names_list_the_known_ones():

@@ -15,7 +15,8 @@ from tgi.server.ops.kv_write import kv_write
 
 def run(case: Case, heads, kv_heads, head_dim, block_size, **options) -> torch.Tensor:
     backend = TorchBackend("torch", block_size)
-    cache = backend.make_cache(case.num_blocks, 2, kv_heads, head_dim, case.query.dtype, torch.device("cpu"))
+    value_dim = case.value.shape[2]
+    cache = backend.make_cache(case.num_blocks, 2, kv_heads, head_dim, case.query.dtype, torch.device("cpu"), value_dim)
     for layer in (*cache.keys, *cache.values):
         layer.fill_(float("nan"))  # whoever reads what is not theirs shows it
     case.fill(lambda k, v, slots: kv_write(cache.keys[1], cache.values[1], k, v, slots), block_size)
@@ -40,6 +41,15 @@ def test_window_softcap_and_sinks(window, softcap, with_sinks):
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(2)) * 3 if with_sinks else None
     out = run(case, 6, 2, 16, 16, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(out.double(), case.expected(0.25, window, softcap, sinks), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_alibi_and_values_of_another_width(window):
+    case = make_case(RAGGED, 6, 2, 24, 16, seed=1, value_dim=16)
+    alibi = torch.tensor([0.5, 0.25, 0.1, 0.05, 0.01, 0.0])
+    out = run(case, 6, 2, 24, 16, window=window, alibi=alibi)
+    assert out.shape == (len(case.query), 6, 16)
+    torch.testing.assert_close(out.double(), case.expected(24**-0.5, window=window, alibi=alibi), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_rows_give_zeros_and_harm_nobody():

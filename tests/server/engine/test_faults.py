@@ -144,6 +144,10 @@ def test_exit_hang_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [1, "hang", 0.25]
 
 
+def test_a_fault_is_of_the_first_rank_unless_it_names_another() -> None:
+    assert [fault.rank for fault in parse_faults("oom;oom:rank=1,step=3")] == [0, 1]
+
+
 @pytest.mark.parametrize("text", ["bang", "kill:when=3", "kill:step", "kill:step=x", "kill:every=0", "kill:once="])
 def test_words_that_are_not_known_are_refused_by_name(text: str) -> None:
     with pytest.raises(StartupError, match="TGI_FAULTS"):

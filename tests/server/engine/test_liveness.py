@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -31,7 +32,41 @@ def test_what_legitimately_takes_long_has_half_an_hour() -> None:
     assert liveness.read().hung_after_s == 1800
 
 
-def test_a_follower_that_waits_is_never_hung() -> None:
+@pytest.mark.parametrize("phase", [Phase.IDLE, Phase.RUNNING])
+def test_a_follower_is_never_hung_by_itself(phase: Phase) -> None:
+    """On a GPU it only knows how long a launch takes, and a launch waits for the steps before it."""
     liveness = Liveness(hung_after_s=2.0)
-    liveness.wait()
+    liveness.follow(phase, 7)
     assert liveness.read().hung_after_s == math.inf
+    liveness.follow(Phase.IDLE)
+    assert liveness.read().step == 7
+
+
+def test_what_is_compiled_in_the_midst_of_a_step_is_not_the_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    liveness = Liveness(hung_after_s=2.0)
+    liveness.enter(Phase.RUNNING, 7)
+    liveness.compiling()
+    liveness.compiling()  # what the one calls is compiled first
+    liveness.compiled()
+    now = 200.0
+    assert (liveness.read().phase, liveness.read().step) == (Phase.COMPILING, 7)
+    assert not liveness.read().is_hung
+    liveness.compiled()
+    assert (liveness.read().phase, liveness.read().since_s) == (Phase.RUNNING, 0.0)
+    now = 203.0
+    assert liveness.read().is_hung
+
+
+def test_a_compilation_whose_end_is_not_told_lasts_until_the_next_word() -> None:
+    liveness = Liveness()
+    liveness.enter(Phase.RUNNING, 7)
+    liveness.compiling()
+    liveness.enter(Phase.RUNNING, 8)
+    assert liveness.read().phase == Phase.RUNNING
+    liveness.compiled()
+    liveness.compiling()
+    assert liveness.read().phase == Phase.COMPILING
+    liveness.compiled()
+    assert (liveness.read().phase, liveness.read().step) == (Phase.RUNNING, 8)

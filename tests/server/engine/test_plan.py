@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
+from tgi.server.engine.plan import PrefillBudget, Prompt, prompt_order, share_budget
 
 prompts_strategy = st.lists(
     st.tuples(st.integers(1, 500), st.integers(0, 600)).map(lambda pair: Prompt(0, *pair)), min_size=0, max_size=8
@@ -46,3 +47,31 @@ def test_rows_that_decode_shrink_what_is_left_but_never_to_nothing() -> None:
     assert budget.tokens(56) == 200
     assert budget.tokens(300) == 1
     assert PrefillBudget(alone=4096, beside_decode=256, chunked=False).tokens(96) == 4000
+
+
+def order_of(*prompts: tuple[int, int]) -> list[int]:
+    priorities, admissions = np.array(prompts).T
+    return prompt_order(priorities, admissions).tolist()
+
+
+def test_prompts_are_read_by_priority_then_admission() -> None:
+    assert order_of((0, 3)) == [0]
+    assert order_of((0, 5), (0, 4), (2, 7), (2, 6)) == [3, 1, 2, 0]
+    assert order_of((-1, 8), (5, 2), (0, 9)) == [1, 2, 0]
+
+
+def test_a_stream_of_urgent_prompts_does_not_keep_the_oldest_from_being_read() -> None:
+    waiting, number = {0: (0, 1_000)}, 0  # admission -> priority, tokens left
+    for _ in range(20):
+        while len(waiting) < 4:
+            number += 1
+            waiting[number] = (3, 150)
+        admissions = list(waiting)
+        order = order_of(*((waiting[admission][0], admission) for admission in admissions))
+        prompts = [Prompt(admissions[i], waiting[admissions[i]][1], 1_000) for i in order]
+        for admission, tokens in share_budget(prompts, 256, chunked=True):
+            priority, left = waiting.pop(admission)
+            if left > tokens:
+                waiting[admission] = (priority, left - tokens)
+    assert 0 not in waiting
+    assert number > 10, "the others were read meanwhile"

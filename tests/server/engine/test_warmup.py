@@ -59,6 +59,19 @@ def test_at_least_one_request_fits() -> None:
         sizes(request(), kv=0, most=0)
 
 
+def test_a_row_is_no_longer_than_the_positions_that_were_learned() -> None:
+    def found(**values: int) -> int:
+        memory = {"kv_bytes": 4096 * MIB, "at_most_bytes": 8192 * MIB}
+        return size_cache(
+            request(**values), block_size=16, bytes_per_block=MIB, **memory, max_position=8192, longest=1024
+        ).max_total_tokens
+
+    assert found() == 1024
+    assert found(max_total_tokens=1024) == 1024
+    with pytest.raises(StartupError, match=r"--max-total-tokens 1025 is more than the 1024 positions"):
+        found(max_total_tokens=1025)
+
+
 def test_lengths_must_leave_room_for_an_answer() -> None:
     with pytest.raises(StartupError, match="must be <"):
         sizes(request(max_total_tokens=500, max_input_tokens=500))

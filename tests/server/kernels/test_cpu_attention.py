@@ -17,15 +17,16 @@ LONG = [(1, 512), (1, 513), (1, 1300), (40, 300), (3, 700), (1, 1024)]
 
 def run(case, heads, kv_heads, head_dim, **options) -> torch.Tensor:
     backend = CpuBackend()
-    cache = backend.make_cache(case.num_blocks, 2, kv_heads, head_dim, case.query.dtype, CPU)
+    value_dim = case.value.shape[2]
+    cache = backend.make_cache(case.num_blocks, 2, kv_heads, head_dim, case.query.dtype, CPU, value_dim)
     for keys, values in zip(cache.keys, cache.values, strict=True):
         keys.fill_(float("nan"))  # whoever reads what is not theirs shows it
-        values[..., :head_dim].fill_(float("nan"))
+        values[..., :value_dim].fill_(float("nan"))
 
     def write(key, value, slots):
         block, offset = slots // 64, slots % 64
         cache.keys[1][block, :, :, offset] = key
-        cache.values[1][block, :, offset, :head_dim] = value
+        cache.values[1][block, :, offset, :value_dim] = value
 
     case.fill(write, 64)
     step = backend.plan(case.inputs, cache, heads)
@@ -61,6 +62,27 @@ def test_window_softcap_and_sinks(window, softcap, with_sinks):
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(3)) * 3 if with_sinks else None
     out = run(case, 4, 2, 16, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(out.double(), case.expected(0.25, window, softcap, sinks), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_alibi(window, softcap):
+    case = make_case(RAGGED + LONG, 6, 2, 16, 64, seed=3)
+    alibi = torch.tensor([0.5, 0.25, 0.1, 0.05, 0.01, 0.0])
+    out = run(case, 6, 2, 16, window=window, softcap=softcap, alibi=alibi)
+    torch.testing.assert_close(out.double(), case.expected(0.25, window, softcap, alibi=alibi), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "heads", "kv_heads"), [(24, 16, 4, 4), (16, 40, 6, 2), (72, 64, 8, 1)]
+)
+def test_values_of_another_width(head_dim, value_dim, heads, kv_heads, dtype):
+    case = make_case(RAGGED + LONG, heads, kv_heads, head_dim, 64, dtype=dtype, seed=3, value_dim=value_dim)
+    out = run(case, heads, kv_heads, head_dim)
+    assert out.shape == (len(case.query), heads, value_dim)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(out.double(), case.expected(head_dim**-0.5), atol=1e-5, rtol=tolerance)
 
 
 def test_padding_rows_give_zeros_and_harm_nobody():

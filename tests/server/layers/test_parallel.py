@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,8 +13,20 @@ from tgi.errors import StartupError
 from tgi.server.distributed.group import SingleRank
 from tgi.server.layers.embedding import Embedding, Head
 from tgi.server.layers.linear import ColumnLinear, MergedColumnLinear, QKVLinear, RowLinear
-from tgi.server.layers.mlp import GatedMLP
+from tgi.server.layers.mlp import MLP, GatedMLP
+from tgi.server.layers.moe import (
+    MixtureOfExperts,
+    Router,
+    gated_experts,
+    grouped_top,
+    softmax_then_top,
+    stacked_gated_experts,
+    top_then_softmax,
+)
+from tgi.server.layers.norm import WholeRMSNorm
 from tgi.server.layers.source import Source, open_source
+from tgi.server.ops import moe
+from tgi.server.quantization.scheme import Part
 from tgi.server.weights.region import Region, check_shape, missing
 
 HIDDEN = 32
@@ -105,7 +118,7 @@ def test_qkv_keeps_whole_heads_of_all_three(world_size: int) -> None:
     for rank in range(world_size):
         source = source_of(QKV, rank, world_size)
         layer = QKVLinear(source.at("attn"), "qkv_proj", HIDDEN, heads=4, kv_heads=2, head_dim=8, bias=True)
-        assert (layer.num_heads, layer.num_kv_heads) == (4 // world_size, max(1, 2 // world_size))
+        assert (layer.share.num_heads, layer.share.num_kv_heads) == (4 // world_size, max(1, 2 // world_size))
         query = projected(INPUTS, "q_proj").view(5, 4, 8).tensor_split(world_size, 1)[rank]
         kv_rank, kv_ranks = rank * min(world_size, 2) // world_size, min(world_size, 2)
         key, value = (
@@ -216,3 +229,185 @@ def test_what_cannot_be_split_is_said_with_what_can() -> None:
 def test_an_activation_that_is_not_there_is_named() -> None:
     with pytest.raises(StartupError, match="hidden_act 'mish' is not supported; silu"):
         GatedMLP(source_of({}).at("mlp"), HIDDEN, 48, "mish")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_grouped_rows_of_a_fused_projection(world_size: int) -> None:
+    """q0 q1 k0 v0 | q2 q3 k1 v1: what GPT-NeoX and Falcon keep."""
+    grouped: dict[str, torch.Tensor] = {}
+    for leaf in ("weight", "bias"):
+        query, key, value = (
+            QKV[f"attn.{name}.{leaf}"].unflatten(0, (-1, 8)) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        pairs = query.unflatten(0, (2, 2))
+        rows = [torch.cat((pairs[group], key[group : group + 1], value[group : group + 1])) for group in range(2)]
+        grouped[f"attn.qkv.{leaf}"] = torch.cat(rows).flatten(0, 1)
+    for rank in range(world_size):
+        apart = QKVLinear(source_of(QKV, rank, world_size).at("attn"), "qkv_proj", HIDDEN, 4, 2, 8, bias=True)
+        source = source_of(grouped, rank, world_size).at("attn")
+        together = QKVLinear(source, "qkv", HIDDEN, 4, 2, 8, bias=True, grouped=True)
+        assert torch.equal(apart(INPUTS), together(INPUTS))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_mlp_that_is_kept_input_first(world_size: int) -> None:
+    tensors = {
+        "mlp.fc.weight": random(HIDDEN, 48, seed=1),
+        "mlp.fc.bias": random(48, seed=2),
+        "mlp.proj.weight": random(48, HIDDEN, seed=3),
+        "mlp.proj.bias": random(HIDDEN, seed=4),
+    }
+    inner = torch.nn.functional.gelu(INPUTS @ tensors["mlp.fc.weight"] + tensors["mlp.fc.bias"], approximate="tanh")
+    expected = inner @ tensors["mlp.proj.weight"] + tensors["mlp.proj.bias"]
+    parts = [
+        MLP(
+            source_of(tensors, rank, world_size).at("mlp"),
+            HIDDEN,
+            48,
+            "gelu_new",
+            up="fc",
+            down="proj",
+            bias=True,
+            transposed=True,
+        )(INPUTS)
+        for rank in range(world_size)
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_over_all_heads_counts_those_of_other_ranks() -> None:
+    weight, heads = random(32, seed=1), random(5, 4, 8, seed=2)
+    whole = WholeRMSNorm(source_of({"norm.weight": weight}).at("norm"), 4, slice(0, 4), 8, 1e-5)(heads)
+
+    class Other(OneOf):
+        """The other rank's share of the sum, known beforehand."""
+
+        def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+            other = heads[:, 2:] if self.rank == 0 else heads[:, :2]
+            return tensor.add_(other.flatten(1).square().sum(-1, keepdim=True))
+
+    parts = []
+    for rank in range(2):
+        source = dataclasses.replace(source_of({"norm.weight": weight}, rank, 2), group=Other(rank, 2)).at("norm")
+        own = slice(2 * rank, 2 * rank + 2)
+        parts.append(WholeRMSNorm(source, 4, own, 8, 1e-5)(heads[:, own]))
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+EXPERTS, INNER, TOP = 6, 16, 2
+MOE = {
+    "moe.gate.weight": random(EXPERTS, HIDDEN, seed=1),
+    **{
+        f"moe.experts.{expert}.{name}.weight": random(*shape, seed=10 * expert + at) / 4
+        for expert in range(EXPERTS)
+        for at, (name, shape) in enumerate(
+            (("w1", (INNER, HIDDEN)), ("w3", (INNER, HIDDEN)), ("w2", (HIDDEN, INNER))), start=20
+        )
+    },
+}
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def mixed_one_by_one(inputs: torch.Tensor) -> torch.Tensor:
+    """The textbook: token by token, expert by expert."""
+    probabilities = (inputs @ MOE["moe.gate.weight"].t()).softmax(-1)
+    out = torch.zeros_like(inputs)
+    for token, line in enumerate(probabilities):
+        weights, ids = line.topk(TOP)
+        for weight, expert in zip(weights / weights.sum(), ids.tolist(), strict=True):
+            gate, up, down = (MOE[f"moe.experts.{expert}.{name}.weight"] for name in ("w1", "w3", "w2"))
+            inner = torch.nn.functional.silu(inputs[token] @ gate.t()) * (inputs[token] @ up.t())
+            out[token] += weight * (inner @ down.t())
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_experts_kept_one_by_one(world_size: int) -> None:
+    inputs = random(40, HIDDEN, seed=3)
+    parts = []
+    for rank in range(world_size):
+        source = source_of(MOE, rank, world_size).at("moe")
+        experts = gated_experts(source.at("experts"), EXPERTS, HIDDEN, INNER, silu_and_mul, names=("w1", "w3", "w2"))
+        mixture = MixtureOfExperts(source, Router(source, HIDDEN, EXPERTS), softmax_then_top(TOP), experts)
+        parts.append(mixture(inputs))
+        alone = torch.cat([mixture(inputs[token : token + 1]) for token in range(8)])
+        torch.testing.assert_close(alone, parts[-1][:8])  # whoever else is in the batch
+    torch.testing.assert_close(torch.stack(parts).sum(0), mixed_one_by_one(inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_experts_kept_in_stacks(world_size: int, transposed: bool, interleaved: bool) -> None:
+    inputs = random(9, HIDDEN, seed=3)
+    names = [[f"moe.experts.{expert}.{name}.weight" for expert in range(EXPERTS)] for name in ("w1", "w3", "w2")]
+    gate, up, down = (torch.stack([MOE[name] for name in column]) for column in names)
+    gate_up = torch.stack((gate, up), 2).flatten(1, 2) if interleaved else torch.cat((gate, up), 1)
+    biases = {
+        "moe.experts.gate_up_proj_bias": torch.zeros(EXPERTS, 2 * INNER),
+        "moe.experts.down_proj_bias": random(1, HIDDEN, seed=5).expand(EXPERTS, HIDDEN).contiguous(),
+    }
+    tensors = {"moe.experts.gate_up_proj": gate_up, "moe.experts.down_proj": down}
+    if transposed:
+        tensors = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items()}
+    tensors |= {"moe.gate.weight": MOE["moe.gate.weight"], **biases}
+
+    def activation(rows: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(torch.cat((rows[..., ::2], rows[..., 1::2]), -1) if interleaved else rows)
+
+    parts = []
+    for rank in range(world_size):
+        source = source_of(tensors, rank, world_size).at("moe")
+        experts = stacked_gated_experts(
+            source.at("experts"),
+            EXPERTS,
+            HIDDEN,
+            INNER,
+            activation,
+            bias=True,
+            transposed=transposed,
+            interleaved=interleaved,
+        )
+        parts.append(MixtureOfExperts(source, Router(source, HIDDEN, EXPERTS), softmax_then_top(TOP), experts)(inputs))
+    expected = mixed_one_by_one(inputs) + biases["moe.experts.down_proj_bias"][0]  # weights of a token sum to one
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_that_is_not_waited_for_mixes_the_same() -> None:
+    source = source_of(MOE).at("moe")
+    up = [
+        source.linear([Part(f"moe.experts.{e}.w1", (INNER, HIDDEN), slice(0, INNER), slice(0, HIDDEN), False)])
+        for e in range(EXPERTS)
+    ]
+    down = [
+        source.linear([Part(f"moe.experts.{e}.w2", (HIDDEN, INNER), slice(0, HIDDEN), slice(0, INNER), False)])
+        for e in range(EXPERTS)
+    ]
+    inputs = random(40, HIDDEN, seed=3)
+    weights, ids = softmax_then_top(TOP)(random(40, EXPERTS, seed=4))
+    own, every = torch.zeros(40, HIDDEN), torch.zeros(40, HIDDEN)
+    moe._add_own(own, inputs, ids, weights, up, down, torch.relu)
+    moe._add_all(every, inputs, ids, weights, up, down, torch.relu)
+    torch.testing.assert_close(own, every)
+
+
+def test_routes() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0, -1.0, 2.5]])
+    weights, ids = top_then_softmax(2)(logits)
+    assert ids.tolist() == [[3, 5]]
+    torch.testing.assert_close(weights, torch.tensor([[3.0, 2.5]]).softmax(-1))
+    weights, ids = softmax_then_top(2, normalise=False, scale=2.0)(logits)
+    torch.testing.assert_close(weights, 2 * logits.softmax(-1)[:, [3, 5]])
+    # Groups (2, 1), (0, 3), (-1, 2.5): by the sum of two best the first and the second stay.
+    weights, ids = grouped_top(2, 3, 2, score=torch.sigmoid, per_group=2, normalise=True)(logits)
+    assert ids.tolist() == [[3, 0]]
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+    # The bias moves the choice and not the weights.
+    bias = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0, 0.0])
+    weights, ids = grouped_top(2, 1, 1, score=torch.sigmoid, bias=bias)(logits)
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, torch.sigmoid(logits[:, [1, 3]]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.fakes.tiny_model import write_tiny_llama
 from tgi.errors import StartupError
-from tgi.server.layers.rotary import Rotary, make_rotary
+from tgi.model_config import read_model_config
+from tgi.server.distributed.group import SingleRank
+from tgi.server.layers.rotary import Rotary, make_rotary, rotary_of
+from tgi.server.layers.source import open_source
+from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
 
 DIM, THETA, MAX_POSITIONS = 64, 10_000.0, 8192
 CPU = torch.device("cpu")
@@ -103,7 +111,7 @@ def test_divisors_of_a_gguf_file() -> None:
 
 
 @pytest.mark.fault("TGI#2172")
-@pytest.mark.parametrize("kind", ["mrope", "su", "proportional"])
+@pytest.mark.parametrize("kind", ["mrope", "ntk", "proportional"])
 def test_an_unknown_kind_is_named(kind: str) -> None:
     with pytest.raises(StartupError, match=f"type '{kind}' is not supported; default, linear"):
         ours({"rope_type": kind, "factor": 2.0})
@@ -133,3 +141,58 @@ def test_turns_of_positions() -> None:
     torch.testing.assert_close(rotation.sin[:2].double(), angles.sin()[:2] * rotary.magnitude, atol=1e-6, rtol=0)
     assert rotation.cos.dtype == torch.float32
     assert rotation.cos.shape == (3, DIM // 2)
+
+
+# --- what config.json says of it --------------------------------------------
+
+
+def rotary_from(tmp_path: Path, **settings: Any) -> Callable[..., Rotary]:
+    """`rotary_of` for a configuration with these settings, 4 heads of 16."""
+    config = read_model_config(write_tiny_llama(tmp_path, **settings))
+    source = open_source(
+        DummyCheckpoint(torch.float32, CPU),
+        quant_method=None,
+        dtype=torch.float32,
+        device=CPU,
+        group=SingleRank(),
+        packed={},
+    )
+    return lambda **options: rotary_of(config, source, **options)
+
+
+def test_each_kind_of_layer_has_its_own_settings(tmp_path: Path) -> None:
+    rotary = rotary_from(
+        tmp_path,
+        rope_scaling=None,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+        },
+    )
+    local, everywhere = rotary(kind="sliding_attention"), rotary(kind="full_attention")
+    torch.testing.assert_close(local.frequencies, 100.0 ** (-torch.arange(8) / 8))
+    torch.testing.assert_close(everywhere.frequencies, 10_000.0 ** (-torch.arange(8) / 8) / 4)
+
+
+def test_part_of_a_head_and_interleaved(tmp_path: Path) -> None:
+    rotary = rotary_from(tmp_path, partial_rotary_factor=0.5)(interleaved=True)
+    assert len(rotary.frequencies) == 4
+    rotation = rotary(torch.arange(3))
+    assert rotation.interleaved
+    assert rotation.cos.shape == (3, 4)
+
+
+def test_the_trained_length_may_stand_beside_the_scaling(tmp_path: Path) -> None:
+    """As in Phi-3's files, the older of which call it "su"."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rotary = rotary_from(
+        tmp_path,
+        rope_scaling={"type": "su", **factors},
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+    )
+    plain = 10_000.0 ** (-torch.arange(8) / 8)
+    torch.testing.assert_close(rotary(longest=1024).frequencies, plain)
+    torch.testing.assert_close(rotary(longest=1025).frequencies, plain / 2)
+    torch.testing.assert_close(rotary().frequencies, plain / 2)
+    assert rotary().magnitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(1024)))

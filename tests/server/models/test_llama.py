@@ -93,6 +93,7 @@ def test_a_checkpoint_without_a_head_takes_the_embeddings(tmp_path: Path) -> Non
     assert torch.equal(prompt_logits(load(path, tie_word_embeddings=False), PROMPT), tied)
 
 
+@pytest.mark.fault("TGI#1057")
 def test_names_without_the_outer_prefix(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "with", tie=True)
     bare = write_tiny_llama(tmp_path / "without", tie=True)
@@ -143,8 +144,8 @@ def test_aliases_are_the_same_model(tmp_path: Path, alias: str) -> None:
 
 def test_an_unknown_model_type_is_named_with_what_there_is(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path)
-    with pytest.raises(StartupError, match="model_type 'opt' is not supported; supported are llama, mistral"):
-        load(path, model_type="opt")
+    with pytest.raises(StartupError, match=r"model_type 'mystery' is not supported; .*llama, mistral"):
+        load(path, model_type="mystery")
 
 
 def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path) -> None:

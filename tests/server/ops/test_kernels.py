@@ -65,6 +65,45 @@ def test_the_first_norm_reads_the_float32_stream(ops: Ops, shape: tuple[int, int
     assert normed.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_offset_is_added_to_the_weight_in_float32(ops: Ops, dtype: torch.dtype) -> None:
+    inputs, weight = random(7, 37, dtype=dtype), random(37, dtype=dtype, seed=1) * 0.01  # one plus it would be rounded
+    residual = random(7, 37, seed=2)
+    expected = norm.rms_norm(inputs, weight, 1e-5, 1.0)
+    torch.testing.assert_close(ops.rms_norm(inputs, weight, 1e-5, 1.0), expected, rtol=LAST_PLACE[dtype], atol=1e-6)
+    expected = norm.add_rms_norm(inputs, residual.clone(), weight, 1e-5, 1.0)
+    normed = ops.add_rms_norm(inputs, residual.clone(), weight, 1e-5, 1.0)
+    torch.testing.assert_close(normed, expected, rtol=LAST_PLACE[dtype], atol=1e-6)
+    plain = ops.rms_norm(inputs, weight, 1e-5, 0.0)
+    torch.testing.assert_close(plain, norm.rms_norm(inputs, weight, 1e-5), rtol=LAST_PLACE[dtype], atol=1e-6)
+
+
+def test_layer_norm_with_and_without_weight_and_bias() -> None:
+    inputs, weight, bias = random(5, 37, dtype=torch.bfloat16), random(37, seed=1), random(37, seed=2)
+    values = inputs.double()
+    centred = values - values.mean(-1, keepdim=True)
+    plain = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    for w, b in ((weight, bias), (weight, None), (None, None)):
+        expected = plain * (1.0 if w is None else w.double()) + (0.0 if b is None else b.double())
+        normed = norm.layer_norm(inputs, w, b, 1e-3, torch.float32)
+        torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-5)
+    assert norm.layer_norm(inputs, weight, bias, 1e-3, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [8, 16])
+def test_interleaved_pairs_are_rotated_like_halves_of_a_sorted_head(ops: Ops, rotated: int, dtype: torch.dtype) -> None:
+    heads = random(5, 3, 16, dtype=dtype)
+    angles = random(5, rotated // 2, seed=1)
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, 16)]  # the first of each pair, the second
+    expected = heads.clone()
+    expected[..., order] = rotary.rotate_(heads[..., order].clone(), angles.cos(), angles.sin())
+    reference = rotary.rotate_(heads.clone(), angles.cos(), angles.sin(), True)
+    assert torch.equal(reference, expected)
+    turned = ops.rotate_(heads.clone(), angles.cos(), angles.sin(), True)
+    torch.testing.assert_close(turned, reference, rtol=LAST_PLACE[dtype], atol=1e-6)
+
+
 def test_the_references_formula() -> None:
     inputs = torch.tensor([[3.0, 4.0]])
     scale = 1 / math.sqrt((9 + 16) / 2 + 0.5)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tgi.server.attention.kv_cache import KVCache
-from tgi.server.context import AttentionStep
+from tgi.server.context import AttentionOption, AttentionStep
 
 
 @dataclass(slots=True)
@@ -39,11 +39,18 @@ class AttentionBackend(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        value_dim: int | None = None,
     ) -> KVCache:
-        """KV memory, touched. Block 0 is scratch."""
+        """KV memory, touched. Block 0 is scratch. `value_dim` where values are not as wide as keys."""
         ...
 
-    def bytes_per_block(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int: ...
+    def bytes_per_block(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> int: ...
+
+    def lacks(self, options: frozenset[AttentionOption]) -> frozenset[AttentionOption]:
+        """Those of `options` that its kernels do not have."""
+        ...
 
     def plan(self, inputs: AttentionInputs, cache: KVCache, num_heads: int) -> AttentionStep:
         """Everything that is the same for all layers of a step, once. Never waits for the device."""

@@ -1,6 +1,6 @@
 """CpuBackend (`flashdecoding-ipex`): paged attention by our CPU kernels. Plans items, owns layout and scratch.
 
-Keys [blocks, kv_heads, head_dim, 64], values [blocks, kv_heads, 64, head_dim rounded up to 16].
+Keys [blocks, kv_heads, head_dim, 64], values [blocks, kv_heads, 64, value_dim rounded up to 16].
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from tgi.server.attention.backend import AttentionInputs
 from tgi.server.attention.kv_cache import KVCache, make_kv_cache
+from tgi.server.context import AttentionOption
 from tgi.server.kernels.cpu import attention as attend
 from tgi.server.kernels.cpu import paged_write as write
 from tgi.server.kernels.cpu.parallel import NEXT_ITEM, NEXT_THREAD, NUM_ITEMS, max_threads, run
@@ -23,9 +24,10 @@ _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT
 _TILE_ROWS = 24
 # Multiply-adds below which waking a second thread costs more than it saves.
 _ALONE_BELOW = 60_000
-# What changes from layer to layer: words QUERY to SINKS, and KEY to VALUES. A float takes the lower half of its word.
-_ATTEND_CALL = struct.Struct("<8qf4xqf4xq")
-_WRITE_CALL = struct.Struct("<9q")
+# What changes from layer to layer: words QUERY to VALUE_DIM, and KEY to VALUE_DIM. A float takes the lower half of
+# its word.
+_ATTEND_CALL = struct.Struct("<8qf4xqf4x3q")
+_WRITE_CALL = struct.Struct("<10q")
 
 
 class CpuBackend:
@@ -42,20 +44,27 @@ class CpuBackend:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        value_dim: int | None = None,
     ) -> KVCache:
         key_block = (num_kv_heads, head_dim, self.block_size)
-        value_block = (num_kv_heads, self.block_size, _padded(head_dim))
+        value_block = (num_kv_heads, self.block_size, _padded(value_dim or head_dim))
         return make_kv_cache(num_layers, key_block, value_block, num_blocks, self.block_size, dtype, device)
 
-    def bytes_per_block(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return num_layers * num_kv_heads * self.block_size * (head_dim + _padded(head_dim)) * dtype.itemsize
+    def bytes_per_block(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> int:
+        dims = head_dim + _padded(value_dim or head_dim)
+        return num_layers * num_kv_heads * self.block_size * dims * dtype.itemsize
+
+    def lacks(self, options: frozenset[AttentionOption]) -> frozenset[AttentionOption]:
+        return frozenset()
 
     def plan(self, inputs: AttentionInputs, cache: KVCache, num_heads: int) -> CpuStep:
         _, num_kv_heads, head_dim, _ = cache.keys[0].shape
         group = num_heads // num_kv_heads
         tile = max(1, _TILE_ROWS // group)
         items, work, num_parts = _plan_items(inputs.query_lens, inputs.context_lens, tile)
-        padded_dim = _padded(head_dim)
+        padded_dim = cache.values[0].shape[3]
         scratch_stride = attend.scratch_bytes(tile, group, head_dim, padded_dim)
         scratch = self._buffer("scratch", max_threads() * scratch_stride, torch.uint8)
         partials = self._buffer(
@@ -157,26 +166,31 @@ class CpuStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
         keys, values = self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr()
         kind = _KINDS[query.dtype]
+        value_dim = value.shape[2]
 
         self._write[NEXT_ITEM] = 0
         _WRITE_CALL.pack_into(
             self._write.data, 8 * write.KEY,
-            key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2], kind, keys, values,
+            key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2], kind, keys, values, value_dim,
         )  # fmt: skip
         run(self._write_worker, self._write_address, self._write_alone)
 
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
+        if alibi is not None:
+            alibi = alibi.float().contiguous()
         self._attend[NEXT_ITEM] = self._attend[NEXT_THREAD] = 0
         _ATTEND_CALL.pack_into(
             self._attend.data, 8 * attend.QUERY,
             query.data_ptr(), *query.stride()[:2], kind, out.data_ptr(), keys, values, self._cache_kind,
             scale, window or 0, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
+            0 if alibi is None else alibi.data_ptr(), value_dim,
         )  # fmt: skip
         run(self._attend_worker, self._attend_address, self._attend_alone, self._num_scratches)
         return out

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tgi.errors import StartupError
 from tgi.server.attention.backend import AttentionBackend
 from tgi.server.attention.torch_backend import TorchBackend
+from tgi.server.context import AttentionOption
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,18 @@ def _checked_block_size(name: str, block_size: int | None) -> int:
     return block_size
 
 
-def make_backend(name: str, block_size: int) -> AttentionBackend:
-    """The backend of a name that `select_backend` has chosen: no question is asked again, nothing is logged."""
+def make_backend(name: str, block_size: int, options: frozenset[AttentionOption] = frozenset()) -> AttentionBackend:
+    """The backend of a name that `select_backend` has chosen. `options`: what the model's attention needs; where the
+    backend's kernels lack one the torch reference computes under its name, which one log line says."""
+    backend = _with_kernels(name, block_size)
+    if lacking := backend.lacks(options):
+        missing = " and ".join(sorted(lacking))
+        logger.warning("Attention backend %s lacks %s, which this model needs: torch reference", name, missing)
+        return TorchBackend(name, block_size)
+    return backend
+
+
+def _with_kernels(name: str, block_size: int) -> AttentionBackend:
     if name == "flashdecoding-ipex" and _has_numba():
         # Imported here: numba takes a second, which a GPU's start need not spend.
         from tgi.server.attention.cpu_backend import CpuBackend

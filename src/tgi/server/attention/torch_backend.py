@@ -11,6 +11,7 @@ import torch
 
 from tgi.server.attention.backend import AttentionInputs
 from tgi.server.attention.kv_cache import KVCache, make_kv_cache
+from tgi.server.context import AttentionOption
 from tgi.server.ops.kv_write import kv_write
 from tgi.server.ops.paged_attention import Span, paged_attention, plan_spans
 
@@ -28,12 +29,20 @@ class TorchBackend:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        value_dim: int | None = None,
     ) -> KVCache:
-        block = (num_kv_heads, self.block_size, head_dim)
-        return make_kv_cache(num_layers, block, block, num_blocks, self.block_size, dtype, device)
+        key_block = (num_kv_heads, self.block_size, head_dim)
+        value_block = (num_kv_heads, self.block_size, value_dim or head_dim)
+        return make_kv_cache(num_layers, key_block, value_block, num_blocks, self.block_size, dtype, device)
 
-    def bytes_per_block(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * num_kv_heads * self.block_size * head_dim * dtype.itemsize
+    def bytes_per_block(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> int:
+        dims = head_dim + (value_dim or head_dim)
+        return num_layers * num_kv_heads * self.block_size * dims * dtype.itemsize
+
+    def lacks(self, options: frozenset[AttentionOption]) -> frozenset[AttentionOption]:
+        return frozenset()
 
     def plan(self, inputs: AttentionInputs, cache: KVCache, num_heads: int) -> TorchStep:
         _, num_kv_heads, _, head_dim = cache.keys[0].shape
@@ -64,9 +73,10 @@ class TorchStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         kv_write(keys, values, key, value, self.slots)
         return paged_attention(
-            query, keys, values, self.block_tables, self.context_lens, self.spans, scale, window, softcap, sinks
+            query, keys, values, self.block_tables, self.context_lens, self.spans, scale, window, softcap, sinks, alibi
         )

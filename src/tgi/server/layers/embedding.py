@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and output head. A vocabulary that the ranks cannot share evenly is on each whole."""
+"""Embeddings and output head, split over the vocabulary; one that the ranks cannot share evenly is whole on each."""
 
 from __future__ import annotations
 
@@ -29,11 +29,37 @@ class Embedding:
         return self._group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
+class PositionEmbedding:
+    """A learned vector per position, whole on every rank."""
+
+    def __init__(self, source: Source, num_positions: int, hidden_size: int, offset: int = 0) -> None:
+        """Row `offset` of the table is that of position 0; `num_positions` counts the positions, not the rows."""
+        self.count = num_positions
+        self._offset = offset
+        self.weight = source.tensor("weight", (num_positions + offset, hidden_size))
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [tokens, hidden]"""
+        return torch.nn.functional.embedding(positions + self._offset if self._offset else positions, self.weight)
+
+
 class Head:
     """Hidden states -> logits of the whole vocabulary, float32, on every rank."""
 
-    def __init__(self, source: Source, name: str, vocab_size: int, hidden_size: int, tied_to: Embedding | None) -> None:
-        """`tied_to`: the embedding whose weight this is."""
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: Embedding | None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        """`tied_to`: the embedding whose weight this is. `scale` multiplies the logits; `softcap` bounds them."""
+        self._scale = scale
+        self._softcap = softcap
         own = own_ids(source, vocab_size)
         self._group = source.group if own.stop - own.start < vocab_size else None
         if tied_to is not None:
@@ -46,6 +72,10 @@ class Head:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32."""
         logits = self._kernel(hidden)
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits if self._group is None else self._group.all_gather(logits)
 
 

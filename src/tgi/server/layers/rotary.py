@@ -10,28 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tgi.errors import StartupError
 
+if TYPE_CHECKING:
+    from tgi.model_config import ModelConfig
+    from tgi.server.layers.source import Source
+
+DEFAULT_MAX_POSITIONS = 2048  # where a configuration does not say
+GGUF_DIVISORS = "rope_freqs.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turns of one step's tokens, the same for all layers. [tokens, rotary_dim / 2] float32 each."""
+    """The turns of one step's tokens, the same for all layers of one kind. [tokens, rotary_dim / 2] float32 each; what
+    a head has beyond rotary_dim stays as it is."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+    interleaved: bool = False  # pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
 
 
 class Rotary:
     """Positions -> Rotation."""
 
-    def __init__(self, frequencies: torch.Tensor, magnitude: float, device: torch.device) -> None:
+    def __init__(
+        self, frequencies: torch.Tensor, magnitude: float, device: torch.device, interleaved: bool = False
+    ) -> None:
         """`magnitude` scales what is rotated (YaRN's and LongRoPE's attention factor)."""
         self.frequencies = frequencies.to(device=device, dtype=torch.float32)
         self.magnitude = magnitude
+        self.interleaved = interleaved
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions [tokens] integers."""
@@ -40,7 +52,7 @@ class Rotary:
         if self.magnitude != 1.0:
             cos.mul_(self.magnitude)
             sin.mul_(self.magnitude)
-        return Rotation(cos, sin)
+        return Rotation(cos, sin, self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +101,11 @@ def make_rotary(
     device: torch.device,
     longest: int | None = None,
     divisors: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> Rotary:
-    """`scaling`: config.json's rope_scaling, its kind spelled `rope_type` or `type`. `longest`: tokens that a request
-    may span here, `max_positions` if not given; kinds that depend on length use it. `divisors` [dim / 2]: factors that
-    a GGUF file carries instead of a scaling.
+    """`dim`: the rotated elements of a head. `scaling`: config.json's rope_scaling, its kind spelled `rope_type` or
+    `type`. `longest`: tokens that a request may span here, `max_positions` if not given; kinds that depend on length
+    use it. `divisors` [dim / 2]: factors that a GGUF file carries instead of a scaling.
 
     Raises StartupError for a kind that is not known or a value that makes no sense.
     """
@@ -103,7 +116,45 @@ def make_rotary(
     frequencies, magnitude = SCALINGS[kind](_Setup(dim, theta, max_positions, longest or max_positions, values))
     if divisors is not None:
         frequencies = frequencies / divisors.to(device="cpu", dtype=torch.float32)
-    return Rotary(frequencies, magnitude, device)
+    return Rotary(frequencies, magnitude, device, interleaved)
+
+
+def rotary_of(
+    config: ModelConfig,
+    source: Source,
+    longest: int | None = None,
+    *,
+    kind: str | None = None,
+    dim: int | None = None,
+    theta: float | None = None,
+    scaled: bool = True,
+    interleaved: bool = False,
+) -> Rotary:
+    """What config.json says of rotation. `kind`: of the layers it is for, where each kind has settings of its own.
+    `dim`: rotated elements of a head, if not the configuration's share of it. `theta` where the family keeps it
+    elsewhere; `scaled=False` leaves the scaling out."""
+    given = config.rope_scaling or {}
+    own = given.get(kind) if kind else None
+    values = own if isinstance(own, dict) else {} if _is_by_kind(given) else given
+    theta = theta or float(values.get("rope_theta") or config.rope_theta)
+    original = config.fields.optional_count("original_max_position_embeddings")
+    if values and original and values.get("original_max_position_embeddings") is None:
+        values = {**values, "original_max_position_embeddings": original}
+    dim = dim or int(config.head_dim * (config.partial_rotary_factor or 1.0))
+    return make_rotary(
+        dim=dim,
+        theta=theta,
+        max_positions=config.max_position_embeddings or DEFAULT_MAX_POSITIONS,
+        scaling=values if scaled else None,
+        device=source.device,
+        longest=longest,
+        divisors=source.tensor(GGUF_DIVISORS, (dim // 2,)) if source.has(GGUF_DIVISORS) else None,
+        interleaved=interleaved,
+    )
+
+
+def _is_by_kind(scaling: Mapping[str, Any]) -> bool:
+    return bool(scaling) and all(isinstance(value, dict) for value in scaling.values())
 
 
 def _default(setup: _Setup) -> tuple[torch.Tensor, float]:
@@ -166,10 +217,12 @@ def _yarn_magnitude(setup: _Setup) -> float:
 def _longrope(setup: _Setup) -> tuple[torch.Tensor, float]:
     """A divisor per dimension, from one of two lists: for what fits the trained length, and for what does not."""
     trained = setup.original_positions
-    divisors = setup.factors("long_factor" if setup.longest > trained else "short_factor")
+    length = "long" if setup.longest > trained else "short"
+    divisors = setup.factors(f"{length}_factor")
     stretch = setup.stretch
     default = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
-    return setup.plain() / divisors, setup.number("attention_factor", default)
+    # Phi-MoE has a magnitude for each list.
+    return setup.plain() / divisors, setup.number(f"{length}_mscale", setup.number("attention_factor", default))
 
 
 SCALINGS: Mapping[str, Callable[[_Setup], tuple[torch.Tensor, float]]] = {
@@ -179,4 +232,5 @@ SCALINGS: Mapping[str, Callable[[_Setup], tuple[torch.Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "su": _longrope,  # its first name
 }

@@ -55,12 +55,15 @@ class Source:
             return (self.at(fused),)
         return tuple(self.at(name) for name in self.packed[fused])
 
-    def tensor(self, leaf: str, shape: tuple[int, ...], region: Region = ()) -> torch.Tensor:
-        """This rank's `region` of a tensor whose whole shape is `shape`, as a parameter."""
+    def tensor(
+        self, leaf: str, shape: tuple[int, ...], region: Region = (), dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """This rank's `region` of a tensor whose whole shape is `shape`, as a parameter; in the model's dtype unless
+        another is given."""
         sizes = list(shape)
         for dim, part in enumerate(region):
             sizes[dim] = part.stop - part.start
-        parameter = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        parameter = torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
         load_into(parameter, self.checkpoint, self.name(leaf), shape, region)
         self.kept.append(parameter)
         return parameter

@@ -9,20 +9,31 @@ from typing import Any
 
 import torch
 
-from tgi.server.ops import activation, matmul, norm, rotary
+from tgi.server.ops import activation, matmul, moe, norm, rotary
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The kernels of one platform. Signatures are the references'."""
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = norm.rms_norm
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] = norm.add_rms_norm
-    rotate_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary.rotate_
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor] = norm.rms_norm
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], torch.Tensor] = norm.add_rms_norm
+    layer_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float, torch.dtype], torch.Tensor] = (
+        norm.layer_norm
+    )
+    rotate_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor] = rotary.rotate_
+    silu: Callable[[torch.Tensor], torch.Tensor] = activation.silu
+    gelu: Callable[[torch.Tensor], torch.Tensor] = activation.gelu
+    gelu_tanh: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_tanh
+    quick_gelu: Callable[[torch.Tensor], torch.Tensor] = activation.quick_gelu
+    relu: Callable[[torch.Tensor], torch.Tensor] = activation.relu
+    squared_relu: Callable[[torch.Tensor], torch.Tensor] = activation.squared_relu
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.silu_and_mul
     gelu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_and_mul
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_tanh_and_mul
     relu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.relu_and_mul
+    clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor] = activation.clamped_swiglu
+    experts: Callable[..., torch.Tensor] = moe.experts
     linear: Callable[[torch.Tensor, torch.Tensor | None, bool], matmul.LinearKernel] = matmul.linear
 
 

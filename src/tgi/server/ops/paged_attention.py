@@ -50,7 +50,7 @@ def plan_spans(query_lens: Sequence[int], context_lens: Sequence[int], elements_
 def paged_attention(
     query: torch.Tensor,  # [tokens, heads, head_dim], any strides
     key_cache: torch.Tensor,  # [blocks, kv_heads, block, head_dim]
-    value_cache: torch.Tensor,  # [blocks, kv_heads, block, head_dim]
+    value_cache: torch.Tensor,  # [blocks, kv_heads, block, value_dim]
     block_tables: torch.Tensor,  # [rows, max_blocks] int32
     context_lens: torch.Tensor,  # [rows] int32
     spans: Sequence[Span],
@@ -58,19 +58,31 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
+    alibi: torch.Tensor | None = None,  # [heads] float32
 ) -> torch.Tensor:
     """Query j of a row sits at position context_len - query_len + j and sees the keys at positions up to its own, the
-    last `window` of them where given. scores = scale * q·k, then softcap * tanh(scores / softcap) where given; a sink
-    is one more score in the denominator, without a value.
+    last `window` of them where given. scores = scale * q·k, then softcap * tanh(scores / softcap) where given, plus
+    alibi * (key position - query position) where given; a sink is one more score in the denominator, without a value.
 
-    Returns [tokens, heads, head_dim] in the query's dtype. A query that sees no key (padding) gives zeros; tokens
+    Returns [tokens, heads, value_dim] in the query's dtype. A query that sees no key (padding) gives zeros; tokens
     outside all spans too.
     """
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros((*query.shape[:2], value_cache.shape[3]), dtype=query.dtype, device=query.device)
     for span in spans:
         if span.max_context_len > 0:
             _attend_span(
-                out, query, key_cache, value_cache, block_tables, context_lens, span, scale, window, softcap, sinks
+                out,
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                context_lens,
+                span,
+                scale,
+                window,
+                softcap,
+                sinks,
+                alibi,
             )
     return out
 
@@ -87,8 +99,10 @@ def _attend_span(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
 ) -> None:
     _, num_kv_heads, block_size, head_dim = key_cache.shape
+    value_dim = value_cache.shape[3]
     num_heads = query.shape[1]
     group = num_heads // num_kv_heads
     n, q = span.num_rows, span.query_len
@@ -99,13 +113,14 @@ def _attend_span(
     table = block_tables[rows, :num_blocks].long()
     lens = context_lens[rows].view(n, 1).long()
     key_positions = torch.arange(num_keys, device=query.device)
-    # [n, blocks, kv_heads, block, head_dim] -> [n, kv_heads, 1, keys, head_dim]
+    # [n, blocks, kv_heads, block, dim] -> [n, kv_heads, 1, keys, dim]
     keys = key_cache[table].transpose(1, 2).reshape(n, num_kv_heads, 1, num_keys, head_dim).float()
-    values = value_cache[table].transpose(1, 2).reshape(n, num_kv_heads, 1, num_keys, head_dim).float()
+    values = value_cache[table].transpose(1, 2).reshape(n, num_kv_heads, 1, num_keys, value_dim).float()
     # What stands behind a row's end was left by somebody else: 0 · NaN would bring a stranger's fault here.
     values = values.masked_fill((key_positions >= lens).view(n, 1, 1, num_keys, 1), 0.0)
 
     sink = None if sinks is None else sinks.float().view(1, num_kv_heads, group, 1, 1)
+    slopes = None if alibi is None else alibi.float().view(1, num_kv_heads, group, 1, 1)
     chunk = max(1, _MAX_ELEMENTS // (n * num_heads * num_keys))
     for begin in range(0, q, chunk):
         size = min(chunk, q - begin)
@@ -116,6 +131,9 @@ def _attend_span(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         positions = lens - q + begin + torch.arange(size, device=query.device)  # [n, size]
+        if slopes is not None:
+            distances = (key_positions - positions.unsqueeze(-1)).float()  # [n, size, keys]
+            scores = scores + slopes * distances.view(n, 1, 1, size, num_keys)
         hidden = key_positions > positions.unsqueeze(-1)
         if window is not None:
             hidden = hidden | (key_positions <= positions.unsqueeze(-1) - window)
@@ -130,4 +148,4 @@ def _attend_span(
             total = total + torch.exp(sink - peak)
         mixed = torch.matmul(weights, values) / total.clamp(min=torch.finfo(torch.float32).tiny)
         target = out[span.first_token : span.first_token + n * q].unflatten(0, (n, q))[:, begin : begin + size]
-        target.copy_(mixed.permute(0, 3, 1, 2, 4).reshape(n, size, num_heads, head_dim))
+        target.copy_(mixed.permute(0, 3, 1, 2, 4).reshape(n, size, num_heads, value_dim))

@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 
 from tgi.server.kernels.sampling_words import (
+    BAD_WORDS_SLOT,
     BAN_UNTIL,
     COUNT_SLOT,
     EDIT_SLOT,
+    FLAG_BAD_WORDS,
     FLAG_BANNED,
     FLAG_BIASED,
     FLAG_PENALISED,
@@ -41,11 +43,13 @@ from tgi.server.kernels.sampling_words import (
 )
 
 __all__ = [
+    "BAD_WORDS_SLOT",
     "BAN_UNTIL",
     "COUNT_SLOT",
     "EDIT_SLOT",
     "FLAGS",
     "FLAGS_PROCESSED",
+    "FLAG_BAD_WORDS",
     "FLAG_BANNED",
     "FLAG_BIASED",
     "FLAG_PENALISED",

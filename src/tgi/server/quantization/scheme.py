@@ -21,6 +21,17 @@ class Part:
     rows: slice  # output features of this rank
     columns: slice  # input features of this rank
     bias: bool
+    transposed: bool = False  # the file keeps the weight [in, out]
+    stack: tuple[int, int] | None = None  # (index, count): the file keeps `count` such weights as one tensor
+    names: tuple[str, str] | None = None  # of the weight and the bias where not module.weight and module.bias
+
+    @property
+    def weight_name(self) -> str:
+        return self.names[0] if self.names else f"{self.module}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        return self.names[1] if self.names else f"{self.module}.bias"
 
     @property
     def num_rows(self) -> int:

@@ -11,6 +11,7 @@ from tgi.server.ops.matmul import LinearKernel
 from tgi.server.quantization.scheme import Part
 from tgi.server.weights.checkpoint import Checkpoint
 from tgi.server.weights.loader import load_into
+from tgi.server.weights.region import Region
 
 
 class Unquantized:
@@ -28,11 +29,32 @@ class Unquantized:
         sizes = [part.num_rows for part in parts]
         weight = torch.empty(sum(sizes), parts[0].num_columns, dtype=dtype, device=device)
         for part, rows in zip(parts, weight.split(sizes), strict=True):
-            load_into(rows, checkpoint, f"{part.module}.weight", part.shape, (part.rows, part.columns))
+            _load_weight(rows, checkpoint, part)
         bias = None
         if any(part.bias for part in parts):
             bias = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for part, rows in zip(parts, bias.split(sizes), strict=True):
                 if part.bias:
-                    load_into(rows, checkpoint, f"{part.module}.bias", part.shape[:1], (part.rows,))
+                    _load_stacked(rows, checkpoint, part.bias_name, part.shape[:1], (part.rows,), part.stack)
         return self._ops.linear(weight, bias, float_out)
+
+
+def _load_weight(rows: torch.Tensor, checkpoint: Checkpoint, part: Part) -> None:
+    shape, region = part.shape, (part.rows, part.columns)
+    if part.transposed:
+        rows, shape, region = rows.t(), shape[::-1], region[::-1]
+    _load_stacked(rows, checkpoint, part.weight_name, shape, region, part.stack)
+
+
+def _load_stacked(
+    target: torch.Tensor,
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    region: Region,
+    stack: tuple[int, int] | None,
+) -> None:
+    if stack is not None:
+        index, count = stack
+        target, shape, region = target.unsqueeze(0), (count, *shape), (slice(index, index + 1), *region)
+    load_into(target, checkpoint, name, shape, region)

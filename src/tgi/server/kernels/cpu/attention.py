@@ -40,7 +40,7 @@ PART = 512  # keys of a part: longer decode rows are cut into parts, whatever ru
     QUERY_TOKEN_STRIDE,
     QUERY_HEAD_STRIDE,
     QUERY_KIND,
-    OUT,  # [tokens, heads, head_dim], same kind
+    OUT,  # [tokens, heads, value_dim], same kind
     KEYS,
     VALUES,
     CACHE_KIND,
@@ -48,6 +48,8 @@ PART = 512  # keys of a part: longer decode rows are cut into parts, whatever ru
     WINDOW,  # 0: none
     SOFTCAP,  # 0: none
     SINKS,  # float32 [heads]; 0: none
+    ALIBI,  # float32 [heads]; 0: none
+    VALUE_DIM,
     TABLE,  # int32 [rows, TABLE_STRIDE]
     TABLE_STRIDE,
     ITEMS,  # int32 [items, ITEM_WORDS]
@@ -59,8 +61,8 @@ PART = 512  # keys of a part: longer decode rows are cut into parts, whatever ru
     SCRATCH_STRIDE,  # bytes of one thread
     PARTIALS,  # float32 [parts, kv_heads, partial_floats(...)]
     COUNTERS,  # int64 [parts, kv_heads], zero between calls
-) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 23)
-NUM_ARGUMENTS = FIRST_ARGUMENT + 23
+) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 25)
+NUM_ARGUMENTS = FIRST_ARGUMENT + 25
 
 # Words of an item. Query j of it is token FIRST_TOKEN + j of the step and stands at position FIRST_POSITION + j.
 ROW, FIRST_TOKEN, NUM_QUERIES, FIRST_POSITION, ITEM_PART, NUM_PARTS, FIRST_PARTIAL = range(7)  # ITEM_PART -1: all keys
@@ -149,19 +151,20 @@ def _load_queries(arguments, to, scale, first_token, num_queries, first_head, gr
 
 
 @njit(error_model="numpy")
-def _store_result(arguments, token, head, head_dim, sums, factor):
+def _store_result(arguments, token, head, sums, factor):
+    value_dim = _word(arguments, VALUE_DIM)
     kind = _word(arguments, QUERY_KIND)
     num_heads = _word(arguments, NUM_KV_HEADS) * _word(arguments, GROUP)
-    index = (token * num_heads + head) * head_dim
+    index = (token * num_heads + head) * value_dim
     out = _word(arguments, OUT)
     if kind == FLOAT32:
-        for d in range(head_dim):
+        for d in range(value_dim):
             store_float(FLOAT32, out, index + d, _read(sums, d) * factor)
     elif kind == BFLOAT16:
-        for d in range(head_dim):
+        for d in range(value_dim):
             store_float(BFLOAT16, out, index + d, _read(sums, d) * factor)
     else:
-        for d in range(head_dim):
+        for d in range(value_dim):
             store_float(FLOAT16, out, index + d, _read(sums, d) * factor)
 
 
@@ -174,6 +177,13 @@ def _cap(scores, count, softcap):
         t = (_ONE - e) / (_ONE + e)
         # x - x: a NaN score stays NaN
         _write(scores, i, softcap * (t if x > _ZERO else -t) + (x - x))
+
+
+@njit(error_model="numpy")
+def _lean(scores, begin, end, first_distance, slope):
+    """scores[i] += slope · (first_distance + i), the distance of a key to its query (0 or less)"""
+    for i in range(begin, end):
+        _write(scores, i, _read(scores, i) + slope * np.float32(first_distance + i))
 
 
 @njit(error_model="numpy")
@@ -199,7 +209,7 @@ def _exponentials(scores, begin, end, best):
 
 
 @njit(error_model="numpy")
-def _finish(arguments, token, head, head_dim, sums, best, total):
+def _finish(arguments, token, head, sums, best, total):
     """Divide by the total, a sink included, and store. A query that saw no key gives zeros."""
     sinks = _word(arguments, SINKS)
     if sinks != 0:
@@ -207,11 +217,11 @@ def _finish(arguments, token, head, head_dim, sums, best, total):
         if sink > best:
             shrink = exact_exp(best - sink)
             total = total * shrink + _ONE
-            _store_result(arguments, token, head, head_dim, sums, shrink / total)
+            _store_result(arguments, token, head, sums, shrink / total)
             return
         if best > _LOWEST:
             total += exact_exp(sink - best)
-    _store_result(arguments, token, head, head_dim, sums, _ZERO if total == _ZERO else _ONE / total)
+    _store_result(arguments, token, head, sums, _ZERO if total == _ZERO else _ONE / total)
 
 
 @njit(error_model="numpy")
@@ -224,6 +234,7 @@ def _attend(arguments, scratch, item, kv_head):
     width = 4 if kind == FLOAT32 else 2
     window = _word(arguments, WINDOW)
     softcap = float_of_bits(np.int32(_word(arguments, SOFTCAP)))
+    alibi = _word(arguments, ALIBI)
     scale = float_of_bits(np.int32(_word(arguments, SCALE)))
     first_token = np.int64(load_int32(item + 4 * FIRST_TOKEN))
     num_queries = np.int64(load_int32(item + 4 * NUM_QUERIES))
@@ -277,6 +288,8 @@ def _attend(arguments, scratch, item, kv_head):
             seen_end = max(min(chunk_end, position + 1) - chunk, seen_begin)
             if softcap > _ZERO:
                 _cap(line + 4 * seen_begin, seen_end - seen_begin, softcap)
+            if alibi != 0:
+                _lean(line, seen_begin, seen_end, chunk - position, _read(alibi, first_head + row % group))
             before = _read(bests, row)
             best = _best(line, seen_begin, seen_end, before)
             if best > _LOWEST or best != best:
@@ -329,7 +342,6 @@ def _attend(arguments, scratch, item, kv_head):
                 arguments,
                 first_token + row // group,
                 first_head + row % group,
-                head_dim,
                 sums + 4 * row * padded_dim,
                 _read(bests, row),
                 _read(totals, row),
@@ -346,11 +358,11 @@ def _attend(arguments, scratch, item, kv_head):
     num_parts = np.int64(load_int32(item + 4 * NUM_PARTS))
     if atomic_add(counter, 1) == num_parts - 1:
         store_int64(counter, 0)
-        _join_parts(arguments, partials, step, num_parts, first_token, first_head, group, head_dim, padded_dim)
+        _join_parts(arguments, partials, step, num_parts, first_token, first_head, group, padded_dim)
 
 
 @njit(error_model="numpy")
-def _join_parts(arguments, partials, step, num_parts, token, first_head, group, head_dim, padded_dim):
+def _join_parts(arguments, partials, step, num_parts, token, first_head, group, padded_dim):
     """Whoever finishes last joins a row's parts, always in their order. The first part's memory becomes the sum."""
     for g in range(group):
         sums = partials + 4 * g * padded_dim
@@ -370,7 +382,7 @@ def _join_parts(arguments, partials, step, num_parts, token, first_head, group, 
                 best = joined
             else:
                 total += _read(totals + part * step, 0)
-        _finish(arguments, token, first_head + g, head_dim, sums, best, total)
+        _finish(arguments, token, first_head + g, sums, best, total)
 
 
 @worker

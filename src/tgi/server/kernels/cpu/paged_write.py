@@ -29,14 +29,15 @@ TOKENS = 32  # of an item: one kv head of so many tokens
     SOURCE_KIND,
     KEYS,
     VALUES,
+    VALUE_DIM,
     CACHE_KIND,
     SLOTS,  # int64 [tokens]
     NUM_TOKENS,
     NUM_KV_HEADS,
     HEAD_DIM,
     PADDED_DIM,
-) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 15)
-NUM_ARGUMENTS = FIRST_ARGUMENT + 15
+) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 16)
+NUM_ARGUMENTS = FIRST_ARGUMENT + 16
 
 
 @njit(inline="always")
@@ -67,6 +68,7 @@ def _store(kind, address, index, value):
 def write_worker(arguments):
     num_kv_heads = _word(arguments, NUM_KV_HEADS)
     head_dim = _word(arguments, HEAD_DIM)
+    value_dim = _word(arguments, VALUE_DIM)
     padded_dim = _word(arguments, PADDED_DIM)
     source_kind = _word(arguments, SOURCE_KIND)
     cache_kind = _word(arguments, CACHE_KIND)
@@ -91,5 +93,5 @@ def write_worker(arguments):
             values = (place * BLOCK + offset) * padded_dim
             for d in range(head_dim):
                 _store(cache_kind, _word(arguments, KEYS), keys + d * BLOCK, _load(source_kind, key, d))
-            for d in range(head_dim):
+            for d in range(value_dim):
                 _store(cache_kind, _word(arguments, VALUES), values + d, _load(source_kind, value, d))

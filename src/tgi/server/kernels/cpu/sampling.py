@@ -33,9 +33,11 @@ from tgi.server.kernels.cpu.vector import (
     uint8_at,
 )
 from tgi.server.kernels.sampling_words import (
+    BAD_WORDS_SLOT,
     BAN_UNTIL,
     COUNT_SLOT,
     EDIT_SLOT,
+    FLAG_BAD_WORDS,
     FLAG_BANNED,
     FLAG_BIASED,
     FLAG_PENALISED,
@@ -73,6 +75,10 @@ from tgi.server.kernels.sampling_words import (
     EDIT_IDS,  # int64 [slots, EDIT_WIDTH]
     EDIT_VALUES,  # float32 [slots, EDIT_WIDTH]
     EDIT_WIDTH,
+    BAD_WORDS,  # int32 [slots, NUM_BAD_WORDS, BAD_WORD_LENGTH]
+    NUM_BAD_WORDS,
+    BAD_WORD_LENGTH,
+    TAILS,  # int32 [slots, BAD_WORD_LENGTH - 1]
     GREEN_LIMIT,
     GREEN_DELTA,  # float32 bits
     ALLOWED,  # int32 [n, ceil(VOCAB_SIZE / 32)], 0: everything is
@@ -83,8 +89,8 @@ from tgi.server.kernels.sampling_words import (
     NORMALIZERS,  # float32 [n]
     SCRATCH,
     SCRATCH_STRIDE,  # bytes of one thread
-) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 20)
-NUM_ARGUMENTS = FIRST_ARGUMENT + 20
+) = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 24)
+NUM_ARGUMENTS = FIRST_ARGUMENT + 24
 
 _BLOCK = 64
 _RANK_MASK = np.int32(0x7FFFFFFF)
@@ -509,7 +515,40 @@ def _has_other(scores, arguments, words_of_row):
 
 
 @njit(error_model="numpy")
-def _process(arguments, index, words_of_row, position, logits, scores, words):
+def _is_near(word, tail):
+    """Does the output end with the tokens before the word's last?"""
+    for i in range(tail.size):
+        if word[i + 1] == 0:
+            return True
+        if word[i + 1] != tail[i]:
+            return False
+    return True
+
+
+@njit(error_model="numpy")
+def _forbid(arguments, words_of_row, scores, ids, saved):
+    """Bad words; `ids` and `saved` (bits of scores) are scratch. A row that would have nothing left keeps what it
+    had."""
+    slot, length = np.int64(words_of_row[BAD_WORDS_SLOT]), _word(arguments, BAD_WORD_LENGTH)
+    size = _word(arguments, NUM_BAD_WORDS) * length
+    entries = carray(int32_at(_word(arguments, BAD_WORDS) + 4 * size * slot), (size,))
+    tail = carray(int32_at(_word(arguments, TAILS) + 4 * (length - 1) * slot), (length - 1,))
+    count = 0
+    for begin in range(0, size, length):
+        token = entries[begin] - 1
+        if token >= 0 and scores[token] > -_INF and _is_near(entries[begin : begin + length], tail):
+            ids[count], saved[count] = token, bits_of_float(scores[token])
+            scores[token] = -_INF
+            count += 1
+    for i in range(scores.size):
+        if scores[i] > -_INF:
+            return
+    for i in range(count):
+        scores[ids[i]] = float_of_bits(saved[i])
+
+
+@njit(error_model="numpy")
+def _process(arguments, index, words_of_row, position, logits, scores, words, ids, saved):
     """scores = logits after the processors, in the order of `sampling/sampler.py`."""
     flags = words_of_row[FLAGS]
     for i in range(scores.size):
@@ -523,6 +562,8 @@ def _process(arguments, index, words_of_row, position, logits, scores, words):
     if _word(arguments, ALLOWED) != 0:
         width = (scores.size + 31) // 32
         _mask(carray(int32_at(_word(arguments, ALLOWED) + 4 * width * index), (width,)), scores)
+    if flags & FLAG_BAD_WORDS:
+        _forbid(arguments, words_of_row, scores, ids, saved)
     is_early = flags & FLAG_BANNED and position < np.int64(words_of_row[BAN_UNTIL])
     if is_early and _has_other(scores, arguments, words_of_row):
         _add_edits(arguments, words_of_row, scores, True)
@@ -572,7 +613,7 @@ def _sample_row(arguments, scratch, index):
     logits, best = raw, raw_best
     if not is_broken and (flags & FLAGS_PROCESSED != 0 or _word(arguments, ALLOWED) != 0):
         position = load_int64(_word(arguments, POSITIONS) + 8 * index)
-        _process(arguments, index, words_of_row, position, raw, processed, words)
+        _process(arguments, index, words_of_row, position, raw, processed, words, ids, ranks)
         logits = processed
         best, best_block, broken = _best_block(logits)
         is_broken = broken > 0 or best == _INF or best == -_INF
@@ -678,6 +719,7 @@ def sample(
         logits.data_ptr(), logits.stride(0), vocab_size,
         0 if is_plain else rows.data_ptr(), positions.data_ptr(), tables.words.data_ptr(),
         tables.counts.data_ptr(), tables.edit_ids.data_ptr(), tables.edit_values.data_ptr(), tables.edit_ids.shape[1],
+        tables.bad_words.data_ptr(), tables.bad_words.shape[1], tables.bad_words.shape[2], tables.tails.data_ptr(),
         tables.green_limit, int(np.float32(tables.green_delta).view(np.int32)),
         0 if allowed is None else allowed.data_ptr(),
         ids.data_ptr(), logprobs.data_ptr(), is_nan.data_ptr(),

@@ -1,0 +1,38 @@
+"""Every family on a CUDA device says what it says on a CPU: the same weights, the same reference back-end, float32."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.paged_logits import CPU, paged_logits
+from tests.server.models.families import FAMILIES, VOCAB_SIZE, Family, write_model
+from tgi.model_config import read_model_config
+from tgi.server.attention.torch_backend import TorchBackend
+from tgi.server.distributed.group import SingleRank
+from tgi.server.models.registry import build_model
+from tgi.server.weights.checkpoint import open_checkpoint
+
+# transformers scripts a function of one family.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")]
+
+TOLERANCE = 2e-3  # of a logit: other sums in another order
+_RANDOM = random.Random(1)
+SEQUENCES = [[_RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 40, 90)]
+
+
+def logits_on(device: torch.device, path: Path) -> list[torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    model = build_model(read_model_config(path), checkpoint, torch.float32, device, SingleRank(), path=path)
+    checkpoint.close()
+    return paged_logits(model, TorchBackend("torch", 16), SEQUENCES, device=device)
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
+def test_a_gpu_computes_what_a_cpu_computes(row: Family, tmp_path: Path) -> None:
+    write_model(row, tmp_path)
+    for ours, expected in zip(logits_on(torch.device("cuda"), tmp_path), logits_on(CPU, tmp_path), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,142 @@
+"""Models that keep what they have read by row: Mamba's states, and transformers' own caches.
+
+As the families with files: greedy answers of prompts that share steps are the reference's best choice at each token,
+given what our own answer has before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.tiny_shard import TinyShard
+from tests.server.models.families import PADDED, RECURRENT, SIZES, VOCAB_SIZE, Family, write_model
+from tests.server.models.test_families import assert_best, by_lane
+from tgi.server.batch.step import RowChanges, StepPlan
+from tgi.server.engine.device import Constraint
+from tgi.server.engine.plan import PrefillBudget
+from tgi.server.models.padded_model import PaddedDecoder
+from tgi.shard_client.messages import Command
+
+NEW = 24
+T5 = next(row for row in PADDED if row.name == "t5")
+RESUMED = 9
+WHOLE = PrefillBudget(alone=100, beside_decode=100, chunked=False)
+CHUNKS = PrefillBudget(alone=24, beside_decode=12, chunked=True)
+_RANDOM = random.Random(0)
+PROMPTS = [[_RANDOM.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in (2, 11, 40)]
+
+
+def shard_of(row: Family, path: Path) -> tuple[TinyShard, Any]:
+    reference = write_model(row, path)
+    return TinyShard(path, budget=CHUNKS if row in RECURRENT else WHOLE), reference
+
+
+@torch.inference_mode()
+def choices(reference: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """[len(answer), vocab]: what each token of the answer was chosen from."""
+    config = reference.config
+    if config.is_encoder_decoder:
+        read = [config.decoder_start_token_id, *answer[:-1]]
+        output = reference(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([read]), use_cache=False)
+        return output.logits[0].float()
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    return reference(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+
+
+@pytest.mark.parametrize("row", by_lane((*RECURRENT, *PADDED)))
+def test_answers_are_those_of_transformers_beside_others_resumed_and_run_again(row: Family, tmp_path: Path) -> None:
+    shard, reference = shard_of(row, tmp_path)
+    answers = [answer.ids for answer in shard.run([shard.admit(prompt, NEW) for prompt in PROMPTS], stagger=3)]
+    expected = [choices(reference, *pair) for pair in zip(PROMPTS, answers, strict=True)]
+    assert {len(answer) for answer in answers} == {NEW}
+    assert len({token for answer in answers for token in answer}) > 6
+    for logits, answer in zip(expected, answers, strict=True):
+        assert_best(logits, answer, row.tolerance)
+
+    again = [
+        shard.admit(prompt, NEW, generated=answer[:RESUMED]) for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+    for logits, answer in zip(expected, shard.run(again), strict=True):
+        assert_best(logits[RESUMED:], answer.ids, row.tolerance)
+
+    assert_best(expected[-1], _stuttering(shard, PROMPTS[-1]), row.tolerance)
+
+
+def _stuttering(shard: TinyShard, prompt: Sequence[int]) -> list[int]:
+    """An answer of which every second step is run twice, as after a lack of memory (rule 3)."""
+    engine = shard.engine
+    engine.apply(Command(admit=[shard.admit(prompt, NEW)]))
+    answer: list[int] = []
+    while (plan := engine.plan()) is not None:
+        if len(answer) % 2 and not engine.has_errors:
+            shard.runner.forward(plan)
+        engine.launch(plan)
+        answer += engine.collect().token_ids
+    return answer
+
+
+@pytest.mark.slow
+def test_a_cached_prefix_is_refused_and_rows_that_ended_are_given_up(tmp_path: Path) -> None:
+    shard, _ = shard_of(PADDED[0], tmp_path)
+    admit = shard.admit(PROMPTS[-1] * 2, 4)
+    hit = dataclasses.replace(admit, cached_len=shard.block_size)
+    assert shard.runner.check(hit) == "this model shares no prefixes"
+    shard.run([shard.admit(prompt, 3) for prompt in PROMPTS])
+    shard.run([shard.admit(PROMPTS[0], 1)])
+    assert isinstance(shard.runner.model, PaddedDecoder)
+    assert shard.runner.model.num_rows <= 1  # who ended is given up with the next change
+
+
+@pytest.mark.slow
+def test_why_a_model_is_not_paged_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**SIZES, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96}
+    with caplog.at_level(logging.INFO, logger="tgi.server.models"):
+        shard_of(Family("lfm2", "Lfm2Config", "", settings), tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "model_type 'lfm2' is served through transformers, row by row with its own cache: "
+        "its layers do not each attend once"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*RECURRENT, T5], ids=["mamba", "t5"])
+def test_a_prompt_whose_row_sits_out_is_read_but_for_its_last_token(row: Family, tmp_path: Path) -> None:
+    """As under a grammar whose mask is late: nothing is chosen, and the next step computes the last position again."""
+    shard, reference = shard_of(row, tmp_path)
+    runner, prompt = shard.runner, PROMPTS[-1]
+    admit = shard.admit(prompt, NEW)
+    blocks = np.frombuffer(admit.blocks, np.int32)
+    runner.apply(RowChanges([], [(1, admit)], [(1, 0, blocks)]))
+    launched = runner.forward(_plan(0, prompt))
+    runner.choose(launched, Constraint(np.zeros(1, np.bool_), np.empty(0, np.int64), np.empty((0, 0), np.int32)))
+    last = len(prompt) - 1
+    plans = [
+        _plan(last, prompt[-1:]),
+        *(_plan(position, [0], from_device=True) for position in range(last + 1, last + 5)),
+    ]
+    answer = [int(runner.collect(runner.launch(plan)).ids[0]) for plan in plans]
+    assert_best(choices(reference, prompt, answer), answer, row.tolerance)
+
+
+def _plan(start: int, ids: Sequence[int], from_device: bool = False) -> StepPlan:
+    """A step of row 1 alone, which chooses."""
+    return StepPlan(
+        number=1,
+        handles=np.ones(1, np.uint64),
+        rows=np.ones(1, np.int64),
+        starts=np.full(1, start),
+        query_lens=np.full(1, len(ids)),
+        samples=np.ones(1, np.bool_),
+        from_device=np.full(1, from_device),
+        ids=np.array(ids, np.int64),
+    )

@@ -71,6 +71,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("skipped")
         for reason, count in reasons.most_common():
             terminalreporter.write_line(f"{count:5d}  {reason}")
+    figures = [figure for report in terminalreporter.stats.get("passed", ()) for figure in _measured(report)]
+    if figures:
+        terminalreporter.section("measured")
+        for what, value, unit in figures:
+            terminalreporter.write_line(f"{what}: {value:.3g} {unit}")
     minutes = (time.perf_counter() - config.stash[_STARTED]) / 60
     terminalreporter.section("lane")
     terminalreporter.write_line(f"{config.option.markexpr or 'all tests'}: {minutes:.1f} min")
@@ -94,10 +99,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Measured:
-    """Print a number that a test has measured, and write it into the run's record (`--record`), if there is one."""
+    """Show a number that a test has measured in the run's summary, and in its record (`--record`), if there is one."""
 
     def measure(what: str, value: float, unit: str) -> None:
-        print(f"{what}: {value:.3g} {unit}")
         record_property(what, [round(value, 3), unit])
 
     return measure

@@ -195,8 +195,8 @@ def test_a_grammar_that_turns_out_too_costly_is_its_own_request_s_error(router: 
             tasks = [group.create_task(request.send(client)) for request in good]
             for path in ("/generate", "/generate_stream", "/generate"):
                 status, answer = await client.exchange(path, body)
-                assert status == 424, answer
-                assert answer["error"].startswith("Request failed during generation: Server error: grammar cannot go")
+                assert status == 422, answer
+                assert answer["error"].startswith("Input validation error: grammar cannot go on")
         assert [task.result().told for task in tasks] == [answer.told for answer in alone]
 
     router.run(run())

@@ -91,7 +91,7 @@ if mode != "loading":
     rpc.add_ShardServiceServicer_to_server(Service(), server)
     server.add_insecure_port("unix:" + path)
     server.start()
-event("shard ready", rank=rank)
+event("shard ready", rank=rank, path=path)
 if mode == "stubborn":
     while wait() == signal.SIGTERM:
         event("shard ignores", rank=rank)
@@ -219,7 +219,10 @@ class Launched:
         return code
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._events.read_text().splitlines()] if self._events.exists() else []
+        if not self._events.exists():
+            return []
+        whole, _, _ = self._events.read_text().rpartition("\n")  # somebody may be writing
+        return [json.loads(line) for line in whole.splitlines()]
 
     def names(self) -> list[str]:
         """Of all events but questions for Health, which come whenever they come."""

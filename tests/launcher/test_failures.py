@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launcher.fake_programs import CONFIG, Launched, launched, wait_for_end
+from tgi.shard_client.finished import FinishedFile
 
 DEATH = "shard 0 was killed by SIGKILL"
 
@@ -223,6 +224,19 @@ def test_a_finished_request_begins_the_count_anew(tmp_path: Path, model: str) ->
         stop(launcher)
 
 
+def test_a_request_that_finishes_just_before_a_death_counts(tmp_path: Path, model: str) -> None:
+    """Though Health has not told: the shard's file does."""
+    with serving(tmp_path, model) as launcher:
+        for count in range(2, 9):
+            FinishedFile(Path(launcher.last("shard ready")["path"])).write(1)
+            launcher.hit("shard ready", signal.SIGKILL)
+            launcher.wait_for_event("shard ready", count)
+        assert "(restart 2 of 5" not in launcher.output
+        files = Path(launcher.last("shard ready")["path"]).parent
+        stop(launcher)
+        assert not files.exists()
+
+
 @pytest.mark.row("C: Process supervision, exit codes, signals")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_router_that_dies_is_started_again_alone(tmp_path: Path, model: str, number: signal.Signals) -> None:
@@ -258,6 +272,7 @@ def test_both_die_at_once(tmp_path: Path, model: str) -> None:
         launcher.wait_for("Webserver serves again after")
         launcher.wait_for_count("Shard ready in", 2)
         assert launcher.names().count("shard start") == launcher.names().count("router start") == 2
+        assert "(restart 2 of 5" not in launcher.output, "one cause, one count"
         stop(launcher)
 
 

@@ -20,10 +20,11 @@ import pytest
 
 from tests.fakes.app import WAIT_S, dechunk, read_until
 from tests.fakes.shard import ScriptedShard, scripted_text
-from tests.fakes.tokenizer import ids_of, packed, write_byte_tokenizer
+from tests.fakes.tokenizer import EOS_ID, TURN_END_ID, ids_of, packed, write_byte_tokenizer
 from tgi.errors import StartupError
 from tgi.router.cli import read_config
-from tgi.router.main import _check, _snapshot_sha, bind
+from tgi.router.main import _load_with_every_end, _snapshot_sha, bind
+from tgi.router.warm_up import check
 from tgi.shard_client.messages import ShardInfo, WarmupResult
 
 START_S = 60.0
@@ -247,10 +248,21 @@ def test_what_only_the_warm_up_can_tell(
 ) -> None:
     config = read_config(given, {})
     if told is None:
-        _check(config, info, warm)
+        check(config, info, warm)
     else:
         with pytest.raises(StartupError, match=f"^{re.escape('Argument validation error: ' + told)}$"):
-            _check(config, info, warm)
+            check(config, info, warm)
+
+
+@pytest.mark.fault("vllm#4180")
+def test_the_end_of_a_chats_turn_ends_answers_though_no_file_names_it(tmp_path: Path) -> None:
+    turns = "{% for message in messages %}{{ message.role + message.content + END }}{% endfor %}"
+    ends = {"'</s>'": (EOS_ID,), "'<|im_end|>\n'": (EOS_ID, TURN_END_ID)}
+    for text, eos_ids in ends.items():
+        path = write_byte_tokenizer(tmp_path, turns.replace("END", text))
+        assert _load_with_every_end(path, None, None).eos_ids == eos_ids
+    given = turns.replace("END", "'<|im_end|>'")  # --chat-template
+    assert _load_with_every_end(write_byte_tokenizer(tmp_path, None), None, given).eos_ids == (EOS_ID, TURN_END_ID)
 
 
 def test_the_commit_of_a_model_in_the_hubs_cache() -> None:

@@ -54,6 +54,7 @@ SAMPLING = st.builds(
     watermark=st.booleans(),
     seed=U64,
     logit_bias=st.lists(st.tuples(U32, F32), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(U32, max_size=3).map(tuple), max_size=3).map(tuple),
     raw_logprobs=st.booleans(),
 )
 STOPPING = st.builds(

@@ -150,7 +150,7 @@ class LauncherArgs:
     )
     model_plugins: str | None = _flag(
         None,
-        "Folder of model files of your own, `<model_type>.py`, which come before the server's. They run with its rights.",
+        "Folder of model files of your own, `<model_type>.py`, tried before the server's. They run with its rights.",
     )
     max_concurrent_requests: int = _flag(128, "Requests taken at once; more are answered with 429.", bounds=(1, None))
     max_best_of: int = _flag(2, "Largest `best_of` of a request.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 LIMIT = 5
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
+TOGETHER_S = 1.0  # deaths of two programs that are one: the one has taken the other along, or both had one cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,23 @@ class Restarts:
         """`clock`: seconds, monotonic."""
         self._clock = clock
         self._times: deque[float] = deque()
+        self._last = ""  # whose death was the last of them
 
     def note_finished(self) -> None:
         self._times.clear()
 
-    def next(self) -> Restart | None:
-        """The restart that a death asks for, which counts from now on; None when it would be one too many."""
+    def next(self, program: str) -> Restart | None:
+        """The restart that the death of `program` asks for, which counts from now on; None when it would be one too
+        many."""
         now = self._clock()
         while self._times and self._times[0] <= now - WINDOW_S:
             self._times.popleft()
+        if self._times and program != self._last and now - self._times[-1] <= TOGETHER_S:
+            return Restart(len(self._times), delay_s(len(self._times)))
         if len(self._times) == LIMIT:
             return None
         self._times.append(now)
+        self._last = program
         return Restart(len(self._times), delay_s(len(self._times)))
 
 

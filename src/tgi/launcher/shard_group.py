@@ -13,6 +13,7 @@ from tgi.launcher.process import Child, Command
 from tgi.launcher.signals import StopSignals
 from tgi.launcher.sockets import SocketDirectory
 from tgi.launcher.watchdog import RankWatch
+from tgi.shard_client.finished import read_finished
 
 logger = logging.getLogger("tgi.launcher")
 
@@ -37,7 +38,7 @@ class Rank:
     program: Program
     watch: RankWatch
     ready_told: bool = False
-    finished: int = 0  # of its watch, as far as it has been taken
+    finished: int = 0  # rows, as far as that has been taken
 
     @property
     def child(self) -> Child:
@@ -101,8 +102,8 @@ class ShardGroup:
     def has_finished_requests(self) -> bool:
         """Has a request finished since this was asked last?"""
         increased = False
-        for rank in self._ranks:
-            finished = rank.watch.finished
+        for number, rank in enumerate(self._ranks):
+            finished = max(rank.watch.finished, read_finished(self._sockets.path(number)))
             increased |= finished > rank.finished
             rank.finished = finished
         return increased

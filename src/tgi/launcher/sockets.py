@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from tgi.errors import StartupError
+from tgi.shard_client.finished import finished_path
 
 # sockaddr_un holds 108 bytes, the last one a zero.
 LONGEST_SOCKET_PATH = 107
@@ -31,10 +32,11 @@ class SocketDirectory:
         """Remove what an earlier server left. Raises StartupError when a path cannot be used."""
         for path in [self.path(rank) for rank in range(num_shard)]:
             _prepare(path)
-            self._ours.add(path)
+            finished_path(path).unlink(missing_ok=True)
+            self._ours |= {path, finished_path(path)}
 
     def remove(self) -> None:
-        """Remove the sockets that were prepared: whoever listened there has ended."""
+        """Remove the sockets that were prepared, and what stands beside them: whoever listened there has ended."""
         for path in self._ours:
             path.unlink(missing_ok=True)
 

@@ -109,8 +109,7 @@ class Supervisor:
 
     def _note_progress(self) -> None:
         now = time.monotonic()
-        if self._shards.has_finished_requests():
-            self._restarts.note_finished()
+        self._note_finished()
         self._shards.tell_ready()
         if self._connected and not self._connected_told:
             self._connected_told = True
@@ -124,6 +123,10 @@ class Supervisor:
             self._shards.tell_waiting()
             if not self._announced and self._shards.is_ready:
                 logger.info("Waiting for the warm-up...")
+
+    def _note_finished(self) -> None:
+        if self._shards.has_finished_requests():
+            self._restarts.note_finished()
 
     def _announce(self, seconds: float) -> None:
         key = " -H 'Authorization: Bearer YOUR_API_KEY'" if self._plan.needs_key else ""
@@ -146,6 +149,7 @@ class Supervisor:
         failure = self._shard_failure()
         if failure is not None:
             self._shards.kill()
+            self._note_finished()  # what finished until the end
             self._shards_due = self._due_again(failure, "the shards")
 
     def _shard_failure(self) -> str | None:
@@ -179,7 +183,7 @@ class Supervisor:
         """When `what` is to be started again. Raises LauncherFailed when it is not."""
         if not self._announced:
             raise LauncherFailed(failure)
-        restart = self._restarts.next()
+        restart = self._restarts.next(what)
         if restart is None:
             raise LauncherFailed(
                 f"{failure} (given up: {LIMIT} restarts within {WINDOW_S / 60:g} minutes, "

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ from tgi.router.api.server import Server
 from tgi.router.api.services import Services
 from tgi.router.api.sse import Pulse
 from tgi.router.app import create_app, table
+from tgi.router.chat.end_of_turn import end_of_turn
 from tgi.router.chat.template import ChatTemplate
 from tgi.router.chat.tools import read_tool_template
 from tgi.router.config import RouterConfig
@@ -40,10 +42,11 @@ from tgi.router.schema.info import Info
 from tgi.router.validation.grammar_checker import GrammarChecker
 from tgi.router.validation.parameters import Limits
 from tgi.router.validation.validator import Validator
+from tgi.router.warm_up import caches_prefixes, warm_up, warm_up_again
 from tgi.shard_client.client import ShardClient
-from tgi.shard_client.messages import ShardInfo, WarmupRequest, WarmupResult
+from tgi.shard_client.messages import ShardInfo, WarmupResult
 from tgi.text.pool import EncodePool
-from tgi.text.tokenizer import Tokenizer, load_tokenizer
+from tgi.text.tokenizer import Tokenizer, check_fits, load_tokenizer
 
 if TYPE_CHECKING:
     from tgi.observability.otlp import Tracer
@@ -53,8 +56,6 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 B = TypeVar("B")
 
-SHARD_RETRY_S = 0.05
-SHARD_REMINDER_S = 30.0
 THREAD_SWITCH_S = 0.0002  # a thread that tokenises or scrapes gives the lock back to the event loop this soon
 COLLECT_AFTER = 50_000  # objects: streams come and go without cycles, so collections are rare
 
@@ -118,21 +119,24 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
     tracer = open_tracer(config.otlp_endpoint, config.otlp_service_name)
     client = ShardClient.connect(config.master_shard_uds_path)
     try:
-        tokenizer, (shard, warm) = await _together(_load(config), _warm_up(client, config))
-        scheduler = Scheduler(
-            client,
-            tokenizer,
-            _scheduler_config(config, shard, warm),
-            prepare=lambda: _warm_up_again(client, config, shard),
-        )
-        try:
-            await scheduler.start()
-        except Unavailable as error:
-            raise StartupError(f"The shard warmed up, but then was lost: {error}") from error
+        tokenizer, (shard, warm) = await _together(_load(config), warm_up(client, config))
+        check_fits(tokenizer, shard.vocab_size, config.tokenizer_name)
         pool = EncodePool(tokenizer, config.validation_workers)
         grammars = None if config.disable_grammar_support else GrammarChecker(tokenizer)
+        validator = Validator(pool, _limits(config, shard, warm), tokenizer.vocab_size, grammars=grammars)
+
+        async def prepare() -> None:
+            again = await warm_up_again(client, config, shard)
+            total = again.max_total_tokens
+            validator.limits = replace(
+                validator.limits, max_input_tokens=again.max_input_tokens, max_total_tokens=total
+            )
+            scheduler.core.limit_lengths(total)
+
+        scheduler = Scheduler(client, tokenizer, _scheduler_config(config, shard, warm), prepare=prepare)
         try:
-            yield _application(config, shard, warm, tokenizer, pool, grammars, scheduler, tracer), scheduler
+            await _start(scheduler)
+            yield _application(config, shard, warm, tokenizer, pool, validator, scheduler, tracer), scheduler
         finally:
             await scheduler.close()
             pool.close()
@@ -142,6 +146,13 @@ async def assembled(config: RouterConfig) -> AsyncIterator[tuple[ASGIApp, Schedu
         await client.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+async def _start(scheduler: Scheduler) -> None:
+    try:
+        await scheduler.start()
+    except Unavailable as error:
+        raise StartupError(f"The shard warmed up, but then was lost: {error}") from error
 
 
 def _settle() -> None:
@@ -169,92 +180,24 @@ async def _load(config: RouterConfig) -> Tokenizer:
     """The tokenizer, beside the event loop: the shard is starting meanwhile."""
     override = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
     path = hub.locate(config.tokenizer_name, config.revision)
-    return await asyncio.to_thread(load_tokenizer, path, override, config.chat_template)
+    return await asyncio.to_thread(_load_with_every_end, path, override, config.chat_template)
 
 
-async def _warm_up(client: ShardClient, config: RouterConfig) -> tuple[ShardInfo, WarmupResult]:
-    """Wait for the shard, then have it size its KV cache. The launcher ends us if the shard never comes."""
-    info = await _wait_for_shard(client, config.master_shard_uds_path)
-    if config.host_cache_bytes and not _caches_prefixes(config, info):
-        raise StartupError(
-            "Argument validation error: `host_cache_bytes` is for cached prefixes, but prefix caching is off: "
-            "leave it out, or set PREFIX_CACHING=1"
-        )
-    logger.info("Warming up model")
-    warm = await client.warmup(_warmup_request(config))
-    _check(config, info, warm)
-    logger.info("Setting max batch total tokens to %d", warm.max_batch_total_tokens)
-    return info, warm
-
-
-def _warmup_request(config: RouterConfig) -> WarmupRequest:
-    return WarmupRequest(
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-        max_rows=config.max_batch_size or config.max_concurrent_requests,
-        max_input_tokens=config.max_input_tokens,
-        max_total_tokens=config.max_total_tokens,
-        max_batch_total_tokens=config.max_batch_total_tokens,
-        host_cache_bytes=config.host_cache_bytes,
-    )
-
-
-async def _warm_up_again(client: ShardClient, config: RouterConfig, first: ShardInfo) -> None:
-    """Of a shard that may have been started again; one that still runs answers at once. Raises Unavailable or
-    StartupError when it is not there, or cannot take over: what was validated for one model means nothing to another.
-    """
-    info = await client.info()
-    if (info.model_type, info.vocab_size, info.speculate) != (first.model_type, first.vocab_size, first.speculate):
-        raise Unavailable(
-            f"it came back with another model: {info.model_type} of {info.vocab_size} ids instead of "
-            f"{first.model_type} of {first.vocab_size}; restart the router too"
-        )
-    await client.warmup(_warmup_request(config))
-
-
-async def _wait_for_shard(client: ShardClient, path: str) -> ShardInfo:
-    loop = asyncio.get_running_loop()
-    remind_at = loop.time() + SHARD_REMINDER_S
-    logger.debug("Waiting for the shard at %s", path)
-    while True:
-        try:
-            return await client.info()
-        except Unavailable as error:
-            if loop.time() >= remind_at:
-                logger.info("Waiting for the shard at %s: %s", path, error)
-                remind_at = loop.time() + SHARD_REMINDER_S
-        await asyncio.sleep(SHARD_RETRY_S)
-
-
-def _check(config: RouterConfig, info: ShardInfo, warm: WarmupResult) -> None:
-    """What only warm-up can tell, in TGI's words. Raises StartupError."""
-    wrong = None
-    if config.max_total_tokens is not None and warm.max_batch_total_tokens < config.max_total_tokens:
-        wrong = f"Not enough memory to handle `max_total_tokens={config.max_total_tokens}`"
-    elif warm.max_input_tokens >= warm.max_total_tokens:
-        wrong = "`max_input_tokens` must be < `max_total_tokens`"
-    elif warm.max_total_tokens > warm.max_batch_total_tokens:
-        wrong = (
-            "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: "
-            f"{warm.max_total_tokens} and {warm.max_batch_total_tokens}"
-        )
-    elif not info.supports_chunking and config.max_batch_prefill_tokens < warm.max_input_tokens:
-        wrong = (
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: "
-            f"{config.max_batch_prefill_tokens} and {warm.max_input_tokens}"
-        )
-    if wrong is not None:
-        raise StartupError(f"Argument validation error: {wrong}")
-
-
-def _caches_prefixes(config: RouterConfig, shard: ShardInfo) -> bool:
-    return shard.prefix_caching if config.prefix_caching is None else config.prefix_caching
+def _load_with_every_end(path: Path, override: Path | None, chat_template: str | None) -> Tokenizer:
+    """As `load_tokenizer`; what ends a turn of the model's chats ends an answer too."""
+    tokenizer = load_tokenizer(path, override, chat_template)
+    template = ChatTemplate(tokenizer.chat_templates, tokenizer.named_tokens)
+    end = end_of_turn(template, tokenizer.special_tokens)
+    if end is not None and end not in tokenizer.eos_ids:
+        tokenizer.eos_ids = (*tokenizer.eos_ids, end)
+    return tokenizer
 
 
 def _scheduler_config(config: RouterConfig, shard: ShardInfo, warm: WarmupResult) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=warm.num_blocks,
         block_size=warm.block_size,
-        prefix_caching=_caches_prefixes(config, shard),
+        prefix_caching=caches_prefixes(config, shard),
         speculate=shard.speculate,
         supports_chunking=shard.supports_chunking,
         waiting_served_ratio=config.waiting_served_ratio,
@@ -264,17 +207,8 @@ def _scheduler_config(config: RouterConfig, shard: ShardInfo, warm: WarmupResult
     )
 
 
-def _application(
-    config: RouterConfig,
-    shard: ShardInfo,
-    warm: WarmupResult,
-    tokenizer: Tokenizer,
-    pool: EncodePool,
-    grammars: GrammarChecker | None,
-    scheduler: Scheduler,
-    tracer: Tracer | None,
-) -> ASGIApp:
-    limits = Limits(
+def _limits(config: RouterConfig, shard: ShardInfo, warm: WarmupResult) -> Limits:
+    return Limits(
         max_input_tokens=warm.max_input_tokens,
         max_total_tokens=warm.max_total_tokens,
         vocab_size=shard.vocab_size,
@@ -283,17 +217,25 @@ def _application(
         max_top_n_tokens=config.max_top_n_tokens,
         prompt_logprobs=shard.prompt_logprobs,
     )
+
+
+def _application(
+    config: RouterConfig,
+    shard: ShardInfo,
+    warm: WarmupResult,
+    tokenizer: Tokenizer,
+    pool: EncodePool,
+    validator: Validator,
+    scheduler: Scheduler,
+    tracer: Tracer | None,
+) -> ASGIApp:
+    limits = validator.limits
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
     template = ChatTemplate(tokenizer.chat_templates, tokenizer.named_tokens)
     if template.failure is not None:
         logger.warning("Chat is off: %s", template.failure)
     services = Services(
-        infer=Infer(
-            scheduler,
-            Validator(pool, limits, tokenizer.vocab_size, grammars=grammars),
-            metrics,
-            config.max_concurrent_requests,
-        ),
+        infer=Infer(scheduler, validator, metrics, config.max_concurrent_requests),
         encoder=pool,
         vocabulary=tokenizer,
         template=template,

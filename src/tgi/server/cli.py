@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from tgi import __version__, hub
-from tgi.errors import StartupError, TgiError
+from tgi.errors import StartupError
 from tgi.observability.logging import setup_logging
+from tgi.server.ending import tell
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +147,8 @@ def _run(program: Callable[[], int]) -> None:
     """The exit code, and one line for what went wrong."""
     try:
         code = program()
-    except TgiError as error:
-        log.error("Error: %s", error)
-        code = 1
     except Exception as error:
-        log.exception("Error: the model server failed: %s", error)
-        code = 1
+        code = tell(error)
     raise typer.Exit(code)
 
 

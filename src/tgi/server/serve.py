@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from tgi.observability.tracing import open_tracer
 from tgi.server.attention.select import make_backend
 from tgi.server.config import ShardConfig
 from tgi.server.distributed.group import Group, make_group
+from tgi.server.ending import leave_at_once, tell
+from tgi.server.engine.compiling import watch_compilers
 from tgi.server.engine.device import Device
 from tgi.server.engine.leader import LeaderDevice, follow, gather_followers, join_leader
 from tgi.server.engine.liveness import Liveness
@@ -34,7 +37,8 @@ from tgi.server.engine.service import Shard
 from tgi.server.engine.warmup import WarmUp, free_bytes
 from tgi.server.grammar.compiler import Compiler
 from tgi.server.grammar.vocabulary import Vocabulary, read_beside
-from tgi.server.models.registry import build_model
+from tgi.server.models.model import CausalLM, RowKeeper
+from tgi.server.models.registry import build_model, has_module
 from tgi.server.platforms.detect import platform_of
 from tgi.server.platforms.platform import Platform
 from tgi.server.rpc.interceptors import ErrorInterceptor
@@ -43,11 +47,12 @@ from tgi.server.rpc.v4 import FollowerService, V4Service
 from tgi.server.weights.checkpoint import open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
 from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
+from tgi.shard_client.finished import FinishedFile
 from tgi.shard_client.messages import ShardInfo
 
 if TYPE_CHECKING:
     from tgi.observability.otlp import Tracer
-    from tgi.server.engine.faults import Tamper
+    from tgi.server.engine.faults import Fault, Tamper
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,8 @@ OUT_OF_MEMORY = 75  # exit code (EX_TEMPFAIL): start again with a smaller --budg
 
 def serve(config: ShardConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises StartupError with one line for the operator."""
-    # Rank 0 alone has rows; what is missing is told before a model is loaded.
+    faults = _faults(config.rank)  # what is wrong or missing is told before a model is loaded
+    # Rank 0 alone has rows.
     tracer = open_tracer(config.otlp_endpoint, config.otlp_service_name) if config.rank == 0 else None
     device = torch.device(config.device)
     platform = platform_of(device)
@@ -71,15 +77,40 @@ def serve(config: ShardConfig) -> int:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.world_size))
     group = make_group(config.rank, config.world_size, config.master_addr, config.master_port, device)
     try:
-        model_config = read_model_config(config.model_path)
-        if config.rank != 0:
-            return _follow(config, _load(config, model_config, group, device), platform)
-        vocabulary = read_beside(config.model_path, model_config.vocab_size, model_config.eos_ids)
-        return _lead(config, model_config, _load(config, model_config, group, device), vocabulary, platform, tracer)
+        return _serve_rank(config, group, device, platform, faults, tracer)
     finally:
         group.close()
         if tracer is not None:
             tracer.close()
+
+
+def _serve_rank(
+    config: ShardConfig,
+    group: Group,
+    device: torch.device,
+    platform: Platform,
+    faults: list[Fault],
+    tracer: Tracer | None,
+) -> int:
+    """The exit code. One rank of several does not come back when something was wrong: leaving the group may wait for
+    ranks that are in the midst of a collective, or gone."""
+    try:
+        model_config = read_model_config(config.model_path)
+        if config.rank != 0:
+            code = _follow(config, _load(config, model_config, group, device), platform, faults)
+        else:
+            vocabulary = read_beside(config.model_path, model_config.vocab_size, model_config.eos_ids)
+            runner = _load(config, model_config, group, device)
+            code = _lead(config, model_config, runner, vocabulary, platform, faults, tracer)
+    except Exception as error:
+        if config.world_size == 1:
+            raise
+        code = tell(error)
+        if is_out_of_memory(error):
+            code = OUT_OF_MEMORY
+    if code and config.world_size > 1:
+        leave_at_once(code)
+    return code
 
 
 def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: torch.device) -> ModelRunner:
@@ -91,9 +122,11 @@ def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: 
     else:
         checkpoint = TrackedCheckpoint(open_checkpoint(config.model_path))
     try:
-        model = build_model(model_config, checkpoint, dtype, device, group, plugins=config.model_plugins)
-        has_drafts = bool(model_config.raw.get("num_nextn_predict_layers"))
-        checkpoint.check_all_read(model_config.num_layers if has_drafts else None)
+        plugins = config.model_plugins
+        model = build_model(model_config, checkpoint, dtype, device, group, plugins=plugins, path=config.model_path)
+        if has_module(model_config.model_type, plugins):
+            has_drafts = bool(model_config.raw.get("num_nextn_predict_layers"))
+            checkpoint.check_all_read(model_config.num_layers if has_drafts else None)
     finally:
         checkpoint.close()
     shape = model.cache_shape
@@ -109,10 +142,14 @@ def _lead(
     runner: ModelRunner,
     vocabulary: Future[Vocabulary],
     platform: Platform,
+    faults: list[Fault],
     tracer: Tracer | None,
 ) -> int:
-    device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device))
+    config = _as_served(config, runner.model)
+    launched_by, tamper = _faulty(runner, faults)
+    device = LeaderDevice(runner, gather_followers(runner.group, config.master_addr, runner.device), launched_by)
     liveness = Liveness(config.hung_after)
+    watch_compilers(liveness, runner.device.type)
     loop = Loop(liveness)
     info = ShardInfo(
         model_type=model_config.model_type,
@@ -127,12 +164,13 @@ def _lead(
         world_size=config.world_size,
         max_position_embeddings=model_config.max_position_embeddings or 0,
         prompt_logprobs=config.prompt_logprobs,
+        requires_padding=isinstance(runner.model, RowKeeper) and runner.model.requires_padding,
     )
     warm_up = WarmUp(device, config, platform, model_config.max_position_embeddings)
     spans = None if tracer is None else RowSpans(tracer)
-    served_by, tamper = _faulty(device)
-    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary), spans, served_by, tamper)
     server, url = _bind(config)
+    finished = FinishedFile(_socket(config))
+    shard = Shard(info, device, warm_up, loop, liveness, Compiler(vocabulary), spans, tamper, finished.write)
     # Only rank 0 is named: it answers for every id.
     V4Service(shard, [url]).add_to(server)
     V3Service(shard, config.model_path, [url], config.max_batch_size or DEFAULT_MAX_ROWS).add_to(server)
@@ -146,10 +184,25 @@ def _lead(
         # Ranks cannot try a step again in halves: the group starts anew with smaller steps.
         return OUT_OF_MEMORY if config.world_size > 1 and is_out_of_memory(loop.failure) else 1
     device.stop()
+    finished.remove()
     return 0
 
 
-def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform) -> int:
+def _as_served(config: ShardConfig, model: CausalLM) -> ShardConfig:
+    """Without what this model cannot do."""
+    if not isinstance(model, RowKeeper):
+        return config
+    if config.prefix_caching:
+        log.info("Prefix caching is off: this model keeps what it has read by request")
+    return replace(
+        config,
+        prefix_caching=False,
+        prefill_chunking=config.prefill_chunking and model.can_chunk,
+        prompt_logprobs=config.prompt_logprobs and model.scores_prompts,
+    )
+
+
+def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform, faults: list[Fault]) -> int:
     wire = join_leader(runner.group, config.master_addr, runner.device)
     server, url = _bind(config)
     liveness = Liveness(config.hung_after)
@@ -159,20 +212,29 @@ def _follow(config: ShardConfig, runner: ModelRunner, platform: Platform) -> int
     # The leader's stop ends this, not the signal: plans may still be on their way. The launcher kills what does not
     # end.
     with _on_signals(lambda: None):
-        follow(runner, wire, free_bytes(platform, runner.device, config), liveness)
+        follow(runner, wire, free_bytes(platform, runner.device, config), liveness, _faulty(runner, faults)[0])
     server.stop(STOP_GRACE_S).wait()
     return 0
 
 
-def _faulty(device: LeaderDevice) -> tuple[Device, Tamper | None]:
-    """The device, behind the faults that a test has asked for."""
+def _faults(rank: int) -> list[Fault]:
+    """What a test has asked to break in this process. Raises StartupError."""
     text = env.get("TGI_FAULTS")
     if text is None:
+        return []
+    from tgi.server.engine.faults import parse_faults
+
+    return [fault for fault in parse_faults(text) if fault.rank == rank]
+
+
+def _faulty(device: Device, faults: list[Fault]) -> tuple[Device, Tamper | None]:
+    """The device, behind its faults if it has any."""
+    if not faults:
         return device, None
-    from tgi.server.engine.faults import FaultyDevice, Tamper, parse_faults
+    from tgi.server.engine.faults import FaultyDevice, Tamper
 
     tamper = Tamper()
-    return FaultyDevice(device, parse_faults(text), tamper), tamper
+    return FaultyDevice(device, faults, tamper), tamper
 
 
 @contextmanager
@@ -191,8 +253,12 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _socket(config: ShardConfig) -> Path:
+    return Path(f"{config.uds_path}-{config.rank}")
+
+
 def _bind(config: ShardConfig) -> tuple[grpc.Server, str]:
-    path = Path(f"{config.uds_path}-{config.rank}")
+    path = _socket(config)
     url = f"unix://{path}"
     server = grpc.server(
         futures.ThreadPoolExecutor(max_workers=RPC_THREADS, thread_name_prefix="rpc"),

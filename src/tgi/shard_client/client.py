@@ -35,6 +35,7 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 SETTLE_S = 1.0
+INFO_TIMEOUT_S = 10.0  # the answer is ready made
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class ShardClient:
         return cls(uds_path, grpc.aio.insecure_channel(f"unix:{uds_path}", options=OPTIONS))
 
     async def info(self) -> ShardInfo:
-        return self._codec.info(await self._answer(self._stub.Info(pb.InfoRequest())))
+        return self._codec.info(await self._answer(self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S)))
 
     async def warmup(self, request: WarmupRequest) -> WarmupResult:
         """Takes as long as it takes. Raises StartupError when what is asked for does not fit the machine."""

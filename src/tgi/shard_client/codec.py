@@ -99,6 +99,7 @@ class Codec:
                 if bias
                 else None
             ),
+            bad_words=[_u32s(word) for word in sampling.bad_words],
             raw_logprobs=sampling.raw_logprobs,
         )
 

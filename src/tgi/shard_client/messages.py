@@ -31,6 +31,7 @@ class Sampling:
     watermark: bool = False
     seed: int = 0  # u64
     logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that the output may not hold in a row
     raw_logprobs: bool = False  # before processors and warpers (`/v1`); else after (TGI's routes)
 
 
@@ -203,6 +204,7 @@ class ShardInfo:
     world_size: int
     max_position_embeddings: int
     prompt_logprobs: bool
+    requires_padding: bool = False  # told on generate.v3 alone, whose clients plan by it
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def _beyond(field: str, kind: str, name: str, limit: Any) -> Any:
 def _item(field: str, index: int) -> Any:
     if field == "tools":
         return {"type": "function", "name": f"f{index}", "function": {"name": f"f{index}"}}
-    return str(index) if field in ("stop", "stop_sequences") else 7
+    return str(index) if field in ("stop", "stop_sequences", "bad_words") else 7
 
 
 def _at(field: str, kind: str, name: str, limit: Any) -> Any:

@@ -57,7 +57,8 @@ class Preempted(NamedTuple):
     given_up: int  # blocks of cached prefixes, by then
 
 
-Slots = dict[tuple[int, int], int]  # (block, offset) -> the prefix that ends there, as `prefixes` says it
+Memory = dict[int, list[int]]  # block -> for each of its slots the prefix that ends there, as `prefixes` says it
+UNWRITTEN = 0
 
 
 class Model:
@@ -70,8 +71,8 @@ class Model:
         self.num_flushed = 0  # blocks
         self.num_resumed = 0
         self.num_regained = 0  # tokens that a resumed row did not have to compute again
-        self.cache: Slots = {}
-        self.host: Slots = {}
+        self.cache: Memory = {}
+        self.host: Memory = {}
         self.unsent: list[Moves] = []
 
     def allocate(self, ids: list[int], extra: int, namespace: bytes, read: bool, publishes: bool, reserve: int) -> None:
@@ -103,7 +104,9 @@ class Model:
         self.copy()
         room = len(row.blocks) * self.allocator.block_size
         for position in range(row.computed_len, min(row.computed_len + count, len(row.ids), room)):
-            self.cache[self._slot(row, position)] = row.prefixes[position]
+            index, offset = divmod(position, self.allocator.block_size)
+            block = self.cache.setdefault(row.blocks[index], [UNWRITTEN] * self.allocator.block_size)
+            block[offset] = row.prefixes[position]
             row.computed_len = position + 1
         self._read(row)
 
@@ -191,8 +194,7 @@ class Model:
         for to_host, source, target in zip(moves.to_host, sources, targets, strict=True):
             here, there = (self.cache, self.host) if to_host else (self.host, self.cache)
             assert 0 <= target < self.allocator.num_host_blocks if to_host else 0 < target < self.allocator.num_blocks
-            for offset in range(self.allocator.block_size):
-                there[target, offset] = here[source, offset]
+            there[target] = list(here[source])
 
     def lose(self, arrived: int) -> None:
         """The stream: of what was sent, the first `arrived` did arrive; nobody knows that. All rows are gone."""
@@ -210,16 +212,14 @@ class Model:
         if isinstance(self.allocator, RadixAllocator) and self.allocator.num_host_blocks:
             self.check_tree(self.allocator)
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.blocks[position // self.allocator.block_size], position % self.allocator.block_size
-
     def _read(self, row: Row) -> None:
         cache, _ = self._as_copied()
-        for position in range(row.computed_len):
-            found = cache.get(self._slot(row, position))
-            assert found == row.prefixes[position], f"position {position} holds something else"
+        block_size = self.allocator.block_size
+        for begin, block in zip(range(0, row.computed_len, block_size), row.blocks):
+            expected = row.prefixes[begin : min(begin + block_size, row.computed_len)]
+            assert cache.get(block, [])[: len(expected)] == expected, f"behind position {begin} lies something else"
 
-    def _as_copied(self) -> tuple[Slots, Slots]:
+    def _as_copied(self) -> tuple[Memory, Memory]:
         """Cache and host as they will be when the copies are made that are due."""
         self.send()
         if not self.unsent:
@@ -242,8 +242,7 @@ class Model:
                     path = ids + memoryview(child.key).cast("I").tolist()
                     found = list(prefixes(namespace, path))[len(ids) :]
                     for index, block in enumerate(memoryview(child.blocks).cast("I").tolist()):
-                        slots = range(index * block_size, (index + 1) * block_size)
-                        assert [memory[block, slot % block_size] for slot in slots] == [found[slot] for slot in slots]
+                        assert memory[block] == found[index * block_size : (index + 1) * block_size]
                     paths.append((namespace, path, child))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.scheduling import Link, joined, make_request, submit
 from tests.fakes.scripted_shard import PlainShard, reference
+from tgi.router.scheduling import admission
 from tgi.router.scheduling.admission import MAX_PASSED_OVER
 from tgi.router.scheduling.entry import Entry, State
 from tgi.router.scheduling.prefix_wait import PrefixLeaders
@@ -150,6 +152,30 @@ def test_a_request_waits_while_a_row_computes_its_prefix() -> None:
     assert shard.num_computed < 2 * len(LONG) + 300, "once for all, and once for the other"
 
 
+def test_a_pass_looks_at_so_many_waiters_and_all_of_them_start_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_SHARERS", 3)
+    link = prefix_link()
+    leader, _ = submit(link, make_request([*LONG, 1], 20))
+    waiters = [submit(link, make_request([*LONG, 2, n], 3))[0] for n in range(8)]
+    late, _ = submit(link, make_request(range(5), 3))
+    looked_at: list[Entry] = []
+    must_wait = PrefixLeaders.must_wait
+
+    def spy(leaders: PrefixLeaders, entry: Entry) -> bool:
+        looked_at.append(entry)
+        return must_wait(leaders, entry)
+
+    monkeypatch.setattr(PrefixLeaders, "must_wait", spy)
+    link.say()
+    assert looked_at == [leader, *waiters[:3]]
+    while waiters[0].state is State.QUEUED:
+        link.round()
+    link.run()
+    link.check()
+    assert {entry.cached_len for entry in waiters} == {992}
+    assert late.state is State.ENDED
+
+
 def test_nobody_waits_for_little() -> None:
     link = prefix_link()
     submit(link, make_request(LONG[:250], 3))
@@ -166,8 +192,12 @@ def test_nobody_waits_for_little() -> None:
 def test_who_cannot_share_does_not_wait(kind: str) -> None:
     link = prefix_link()
     submit(link, make_request(LONG, 3))
-    fields = {"cache off": {"use_cache": False}, "prompt logprobs": {"prompt_logprobs": True}}
-    submit(link, make_request(LONG, 3, **fields.get(kind, {"cache_salt": "mine"})))
+    fields: dict[str, dict[str, Any]] = {
+        "cache off": {"use_cache": False},
+        "prompt logprobs": {"prompt_logprobs": True},
+        "other salt": {"cache_salt": "mine"},
+    }
+    submit(link, make_request(LONG, 3, **fields[kind]))
     link.say()
     assert live(link) == [0, 1]
     link.run()

@@ -17,7 +17,7 @@ from tgi.router.backend import Flushed, TokenEvent
 from tgi.router.scheduling.core import SchedulerCore
 from tgi.router.scheduling.entry import Entry, State
 from tgi.router.validation.request import ValidRequest
-from tgi.shard_client.messages import Sampling
+from tgi.shard_client.messages import RowError, Sampling, Step
 
 VOCAB = 50
 
@@ -727,3 +727,47 @@ def test_flush_without_a_cache() -> None:
     submit(link, make_request(range(40), 4))
     settle(link)
     assert link.core.flush_cache() == Flushed(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "param"),
+    [
+        ("invalid", InvalidRequest, None),
+        ("grammar", InvalidRequest, "grammar"),
+        ("generation", GenerationFailed, None),
+        ("out_of_memory", GenerationFailed, None),  # it ran alone: no fault of the load
+        ("nan", GenerationFailed, None),
+        ("a code of tomorrow", GenerationFailed, None),
+    ],
+)
+@pytest.mark.parametrize("message", ["it does not work", ""])
+def test_a_rows_error_says_whose_fault_it_was(
+    code: str, kind: type[Exception], param: str | None, message: str
+) -> None:
+    link = joined(PlainShard())
+    entry, sink = submit(link, make_request(range(5), 50))
+    _, other = submit(link, make_request(range(9), 5))
+    link.say()
+    shard = link.shard
+    assert isinstance(shard, PlainShard)
+    link.core.handle_step(Step(1, shard.kv_epoch, errors=[RowError(entry.handle, code, message)]))
+    assert type(sink.error) is kind
+    assert str(sink.error) == (message or code)
+    assert getattr(sink.error, "param", None) == param
+    assert other.error is None
+    assert entry.state is State.ENDED
+
+
+def test_who_wants_more_than_a_new_shard_allows_fails_and_the_others_go_on() -> None:
+    link = joined(PlainShard(num_blocks=200))
+    request = make_request(range(10), 40)
+    runs = [submit(link, make_request(range(10), 300)), submit(link, request)]
+    link.until(lambda: len(runs[0][1].ids) > 5)
+    link.core.stream_lost()
+    link.core.limit_lengths(50)
+    link.open()
+    settle(link)
+    assert isinstance(runs[0][1].error, GenerationFailed)
+    assert runs[1][1].ids == expected(request)
+    with pytest.raises(ContextTooLong, match="must be <= 50"):
+        submit(link, make_request(range(11), 40))

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from tests.fakes.scheduling import Link, MemorySink, joined, make_request, open_text, submit
 from tests.fakes.scripted_shard import PlainShard
 from tgi.errors import Unavailable
+from tgi.router.scheduling import fairness
 from tgi.router.scheduling.entry import Entry, State
-from tgi.router.scheduling.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Ledger
+from tgi.router.scheduling.fairness import (
+    INPUT_WEIGHT,
+    MOST_REMEMBERED,
+    OUTPUT_WEIGHT,
+    Account,
+    Ledger,
+    Lines,
+    place_of,
+)
 from tgi.router.scheduling.queue import WaitingQueue
 
 
@@ -137,14 +146,75 @@ def test_each_priority_has_its_own_accounts() -> None:
 
 def test_names_do_not_pile_up() -> None:
     ledger = Ledger()
-    for number in range(1_000):
-        ledger.join(ledger.account(0, f"client {number}"), [])
+    for number in range(3 * MOST_REMEMBERED):
+        account = ledger.account(0, f"client {number}")
+        ledger.join(account, None)
+        ledger.leave(account)
     gc.collect()
-    assert len(ledger) == 0
+    assert len(ledger) == MOST_REMEMBERED
     kept = ledger.account(0, "kept")
     assert ledger.account(0, "kept") is kept
     assert ledger.account(1, "kept") is not kept
-    assert len(ledger) == 1
+    assert len(ledger) == MOST_REMEMBERED + 1
+
+
+def test_who_asks_one_thing_after_the_other_is_not_new_each_time() -> None:
+    """Nothing in flight for a moment does not undo what it was served."""
+    queue = WaitingQueue(lambda: 0.0)
+    for sequence in range(100):
+        queue.append(entry(sequence, "many", num_prompt=10))
+    asks_at = {"one": 100, "other": 100, "third": 100}
+    served: Counter[str] = Counter()
+    for now in range(100, 220):
+        for number, (client, at) in enumerate(asks_at.items()):
+            if at == now:
+                queue.append(entry(3 * now + number, client, num_prompt=90))
+        ((client, size),) = [(one.request.client, one.num_prompt) for one in serve_all(queue, 1)]
+        served[client] += size
+        if client in asks_at:
+            asks_at[client] = now + 3  # others have left meanwhile
+    assert served == {"many": 900, "one": 900, "other": 900, "third": 900}
+
+
+def test_a_look_at_the_first_few_costs_the_same_however_many_clients_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, _ = filled(*map(str, range(2_000)))
+    places: list[Entry] = []
+
+    def spy(head: Entry) -> tuple[int, int]:
+        places.append(head)
+        return place_of(head)
+
+    monkeypatch.setattr(fairness, "place_of", spy)
+    assert [one.sequence for one in serve_all(queue, 8)] == [*range(8)]
+    queue.append(entry(2_000, "new"))
+    assert next(iter(queue)).sequence == 8
+    assert len(places) < 80
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "add", "leave", "charge"]), st.sampled_from("abcdefgh"), st.integers(1, 50)),
+        max_size=80,
+    )
+)
+def test_the_order_is_that_of_a_sort_whatever_was_charged_meanwhile(operations: list[tuple[str, str, int]]) -> None:
+    lines, accounts = Lines(), defaultdict(Account)
+    waiting: list[Entry] = []
+    for sequence, (kind, client, size) in enumerate(operations):
+        if kind == "add":
+            one = entry(sequence, client)
+            one.account = accounts[client]
+            lines.add(client, one)
+            waiting.append(one)
+        elif kind == "charge":
+            accounts[client].charge_prompt(size)
+        elif waiting:
+            one = waiting.pop(size % len(waiting))
+            lines.remove(one.request.client, one)
+        # Nothing is charged during the look, so each line stays where its next one puts it.
+        assert list(lines) == sorted(waiting, key=place_of)
+        heads = sorted((line.head for line in lines.values()), key=place_of)
+        assert lines.least_served() is (heads[0].account if heads else None)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["serve", "add"]), st.sampled_from("abc"), st.integers(1, 50)), max_size=60))

@@ -93,6 +93,12 @@ def test_what_has_waited_for_long_ranks_with_the_next_higher() -> None:
     assert low.priority == 0, "it has not started"
 
 
+def test_a_clock_that_was_set_back_ages_nothing() -> None:
+    queue, _, now = aged(0, 5, 9)
+    now[0] = -100 * AGEING_S
+    assert order(queue) == [2, 1, 0]
+
+
 def test_one_turn_and_the_priority_waits_again() -> None:
     queue, _, now = aged(0, 0, 0)
     now[0] = AGEING_S

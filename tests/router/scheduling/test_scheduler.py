@@ -254,6 +254,39 @@ def test_a_shard_that_was_started_again_is_warmed_up_before_its_stream(caplog: p
     assert sum("model server" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
 
 
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_a_shard_that_says_that_it_cannot_go_on_is_believed_after_a_while(patience_s: float) -> None:
+    """At first the memory of the process before may not be free yet."""
+
+    async def main() -> None:
+        shard = MemoryShard(PlainShard())
+        num_asked = 0
+
+        async def prepare() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            raise StartupError("it does not fit")
+
+        opening = shard.shard.opening
+        config = SchedulerConfig(opening.num_blocks, opening.block_size, unavailable_after_s=patience_s)
+        scheduler = Scheduler(shard, TOKENIZER, config, prepare=prepare)
+        await scheduler.start(5.0)
+        sink = WaitingSink()
+        scheduler.schedule(make_request(range(5), 40), sink)
+        await until(lambda: sink.events)
+        shard.streams[-1].break_off()
+        await until(lambda: num_asked > 3)
+        if patience_s:
+            assert not sink.num_ends
+        else:
+            assert isinstance(sink.error, Unavailable)
+            assert str(sink.error) == "the model server cannot go on: it does not fit"
+            assert scheduler.stats.queue_size == 0
+        await scheduler.close()
+
+    asyncio.run(main())
+
+
 def test_without_a_shard_for_long_requests_are_refused() -> None:
     async def main() -> None:
         shard = MemoryShard(PlainShard())

@@ -9,6 +9,8 @@ from tgi.errors import InvalidRequest
 from tgi.router.schema.generate import GenerateParameters
 from tgi.router.validation.door import CHAT, NATIVE, Door
 from tgi.router.validation.parameters import (
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
@@ -55,6 +57,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"logit_bias": {f"{token:09}": 1.0 for token in range(MAX_LOGIT_BIAS + 1)}},
         "`logit_bias` supports up to 1024 token ids. Given: 1025",
+    ),
+    ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "`bad_words` supports up to 128 words. Given: 129"),
+    ({"bad_words": ["a", ""]}, "`bad_words` must not hold an empty string, nor one of blanks alone"),
+    ({"bad_words": ["  "]}, "`bad_words` must not hold an empty string, nor one of blanks alone"),
+    (
+        {"bad_words": ["a" * (MAX_BAD_WORD + 1)]},
+        f"`bad_words` supports words of up to 256 characters. Given: '{'a' * 40}' of 257",
     ),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     (
@@ -119,6 +128,7 @@ def test_what_float32_cannot_hold_is_refused(name: str, value: float) -> None:
         {"top_p": 1.0, "typical_p": 1.0, "top_k": 0, "min_p": 0.0},
         {"watermark": False, "decoder_input_details": False, "adapter_id": "", "logit_bias": {}},
         {"logit_bias": []},
+        {"bad_words": []},
         {"logit_bias": {"5": 0.0}},
         {"stop": [], "stop_token_ids": [], "top_n_tokens": 0},
     ],

@@ -67,6 +67,13 @@ def test_truncate_keeps_the_last_tokens_and_the_lengths_follow() -> None:
     assert request.stopping.max_new_tokens == 26
 
 
+@pytest.mark.parametrize("door", [NATIVE, CHAT])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_bad_words_reach_the_shard_as_ids_without_bos(door: Door, do_sample: bool) -> None:
+    request = validate("hello", door, bad_words=["no", "nope"], do_sample=do_sample)
+    assert request.sampling.bad_words == (tuple(ids_of("no")), tuple(ids_of("nope")))
+
+
 @pytest.mark.fault("llama.cpp#4288")
 def test_what_the_scheduler_needs_goes_through() -> None:
     request = validate("hello", top_n_tokens=3, priority=-2, cache=False, cache_salt="tenant", max_new_tokens=7)

@@ -18,6 +18,7 @@ from tgi.server.engine import faults
 from tgi.server.engine.engine import Engine
 from tgi.server.engine.faults import FaultyDevice, StreamCut, Tamper, parse_faults
 from tgi.server.engine.out_of_memory import is_out_of_memory
+from tgi.shard_client.finished import FinishedFile, finished_path, read_finished
 from tgi.shard_client.messages import Command
 
 PROMPTS = {handle: [handle, 500, 600 + handle] for handle in range(1, 5)}
@@ -103,6 +104,19 @@ def test_finished_counts_cancelled_rows_that_had_a_token_and_no_others() -> None
     engine.apply(Command(admit=[admit(2, PROMPTS[2], TOKENS, blocks.take(4))]))
     engine.apply(Command(cancel=[1, 2]))
     assert engine.finished == 1
+
+
+def test_what_has_finished_can_be_read_when_the_shard_is_gone(tmp_path: Path) -> None:
+    socket = tmp_path / "s-0"
+    assert read_finished(socket) == 0
+    FinishedFile(socket).write(7)
+    assert read_finished(socket) == 7
+    again = FinishedFile(socket)
+    assert read_finished(socket) == 0, "of this process"
+    again.remove()
+    assert not finished_path(socket).exists()
+    with pytest.raises(StartupError, match="choose another --uds-path"):
+        FinishedFile(tmp_path / "nowhere" / "s-0")
 
 
 def test_once_fires_once_though_the_process_starts_again(tmp_path: Path) -> None:

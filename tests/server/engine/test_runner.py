@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,32 @@ def test_every_control_gives_the_same_alone_together_in_chunks_ahead_and_resumed
             ]
         )
         assert [answer.ids for answer in resumed] == [ids[known:] for ids in alone]
+
+
+def test_bad_words_hold_in_chunks_ahead_and_resumed(model_path: Path, shard: TinyShard) -> None:
+    """Each request is forbidden what it would have written: pieces of one to five tokens."""
+    shard.reset()
+    hows = [Sampling(), Sampling(do_sample=True, seed=8), Sampling(do_sample=True, seed=9, temperature=0.7)]
+    prompts = PROMPTS[:3]
+    free = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in zip(prompts, hows)])
+    words = [
+        tuple(tuple(ids[at : at + size]) for at, size in ((3, 1), (5, 2), (8, 5))) for ids in (a.ids for a in free)
+    ]
+    hows = [replace(how, bad_words=its) for how, its in zip(hows, words)]
+    requests = list(zip(prompts, hows))
+    held = [shard.run([shard.admit(prompt, NEW, sampling=how)])[0].ids for prompt, how in requests]
+    for ids, its in zip(held, words):
+        assert not any(tuple(ids[at : at + len(word)]) == word for word in its for at in range(len(ids)))
+    together = shard.run([shard.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=2)
+    assert [answer.ids for answer in together] == held
+    ahead = TinyShard(model_path, depth=2, budget=PrefillBudget(alone=16, beside_decode=16, chunked=True))
+    overlapped = ahead.run([ahead.admit(prompt, NEW, sampling=how) for prompt, how in requests], stagger=1)
+    assert [answer.ids for answer in overlapped] == held
+    for known in (4, 9):
+        resumed = [
+            shard.admit(prompt, NEW, sampling=how, generated=ids[:known]) for (prompt, how), ids in zip(requests, held)
+        ]
+        assert [answer.ids for answer in shard.run(resumed)] == [ids[known:] for ids in held]
 
 
 def test_a_penalty_breaks_the_loop_of_a_greedy_answer(shard: TinyShard) -> None:

@@ -75,7 +75,7 @@ def test_alibi(window, softcap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "heads", "kv_heads"), [(24, 16, 4, 4), (16, 40, 6, 2), (72, 64, 8, 1)]
+    ("head_dim", "value_dim", "heads", "kv_heads"), [(24, 16, 4, 4), (16, 40, 6, 2), (576, 512, 32, 1)]
 )
 def test_values_of_another_width(head_dim, value_dim, heads, kv_heads, dtype):
     case = make_case(RAGGED + LONG, heads, kv_heads, head_dim, 64, dtype=dtype, seed=3, value_dim=value_dim)

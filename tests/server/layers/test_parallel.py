@@ -17,9 +17,13 @@ from tgi.server.layers.mlp import MLP, GatedMLP
 from tgi.server.layers.moe import (
     MixtureOfExperts,
     Router,
+    SigmoidGated,
+    check_top_k,
+    flat_gated_experts,
     gated_experts,
     grouped_top,
     softmax_then_top,
+    sparse_mixer,
     stacked_gated_experts,
     top_then_softmax,
 )
@@ -377,6 +381,41 @@ def test_experts_kept_in_stacks(world_size: int, transposed: bool, interleaved: 
     torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_experts_kept_one_behind_the_other(world_size: int) -> None:
+    inputs = random(9, HIDDEN, seed=3)
+    names = [[f"moe.experts.{expert}.{name}.weight" for expert in range(EXPERTS)] for name in ("w1", "w3", "w2")]
+    gate, up, down = ([MOE[name] for name in column] for column in names)
+    tensors = {
+        "moe.gate.weight": MOE["moe.gate.weight"],
+        "moe.experts.w1": torch.cat(gate),
+        "moe.experts.v1": torch.cat(up),
+        "moe.experts.w2": torch.cat([weight.t() for weight in down]),
+    }
+    parts = []
+    for rank in range(world_size):
+        source = source_of(tensors, rank, world_size).at("moe")
+        experts = flat_gated_experts(
+            source.at("experts"), EXPERTS, HIDDEN, INNER, silu_and_mul, names=("w1", "v1", "w2")
+        )
+        parts.append(MixtureOfExperts(source, Router(source, HIDDEN, EXPERTS), softmax_then_top(TOP), experts)(inputs))
+    torch.testing.assert_close(torch.stack(parts).sum(0), mixed_one_by_one(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_reads_only_its_part_of_stacked_experts() -> None:
+    tensors = {"moe.gate_up_proj": random(EXPERTS, 2 * INNER, HIDDEN), "moe.down_proj": random(EXPERTS, HIDDEN, INNER)}
+    source = source_of(tensors, 1, 2).at("moe")
+    gated_experts(source, EXPERTS, HIDDEN, INNER, silu_and_mul)
+    assert isinstance(source.checkpoint, MemoryCheckpoint)
+    assert source.checkpoint.read_elements == {name: tensor.numel() // 2 for name, tensor in tensors.items()}
+
+
+def test_an_expert_of_all_tokens_by_each_tokens_own_measure() -> None:
+    inputs, weight = random(9, HIDDEN, seed=3), random(1, HIDDEN, seed=4)
+    gated = SigmoidGated(source_of({"gate.weight": weight}), "gate", HIDDEN, lambda hidden: 2 * hidden)
+    torch.testing.assert_close(gated(inputs), torch.sigmoid(inputs @ weight.t()) * 2 * inputs)
+
+
 def test_a_device_that_is_not_waited_for_mixes_the_same() -> None:
     source = source_of(MOE).at("moe")
     up = [
@@ -411,3 +450,35 @@ def test_routes() -> None:
     weights, ids = grouped_top(2, 1, 1, score=torch.sigmoid, bias=bias)(logits)
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.sigmoid(logits[:, [1, 3]]))
+
+
+def test_sparse_mixer_weighs_an_expert_against_those_near_it() -> None:
+    # Near the best, 3.0: 2.5 and 2.7, since (3 - 2.5) / 3 <= 0.2. Near the next, 2.7: 2.5 and 2.2, the first left out.
+    logits = torch.tensor([[2.2, 3.0, 1.0, 2.5, 2.7]])
+    weights, ids = sparse_mixer(0.1)(logits)
+    assert ids.tolist() == [[1, 4]]
+    first = torch.tensor([3.0, 2.5, 2.7]).softmax(0)[0]
+    second = torch.tensor([2.7, 2.5, 2.2]).softmax(0)[0]
+    torch.testing.assert_close(weights, torch.stack((first, second)).unsqueeze(0))
+
+
+def test_groups_are_chosen_before_experts() -> None:
+    """The best expert of all is not taken where its group is not."""
+    logits = torch.tensor([[4.0, -9.0, 3.0, 3.0, 2.0, 3.5]])
+    _, by_best = grouped_top(2, 3, 1, score=torch.sigmoid)(logits)
+    _, by_two = grouped_top(2, 3, 1, score=torch.sigmoid, per_group=2)(logits)
+    assert (sorted(by_best[0].tolist()), sorted(by_two[0].tolist())) == ([0, 1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((5, 4), "5 experts per token cannot be chosen of 4"),
+        ((5, 8, 4, 2), "5 experts per token cannot be chosen of 4"),
+        ((2, 8, 3, 2), "8 experts make no 3 groups of one size"),
+        ((2, 8, 4, 5), "5 groups of experts per token cannot be chosen of 4"),
+    ],
+)
+def test_more_than_there_are_cannot_be_chosen(numbers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        check_top_k(*numbers)

@@ -91,6 +91,12 @@ def test_longrope_takes_the_short_list_where_no_request_is_long() -> None:
     assert not torch.equal(rotary.frequencies, ours(LONGROPE, longest=4097).frequencies)
 
 
+def test_longrope_with_a_magnitude_for_each_list() -> None:
+    scaling = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.25}
+    assert ours(scaling, longest=4096).magnitude == 1.1
+    assert ours(scaling, longest=4097).magnitude == 1.25
+
+
 @pytest.mark.fault("vllm#6689")
 def test_both_spellings_of_the_kind() -> None:
     old = {"type": "llama3", **{key: value for key, value in LLAMA3.items() if key != "rope_type"}}

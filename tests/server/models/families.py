@@ -316,7 +316,7 @@ FAMILIES: tuple[Family, ...] = (
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_layers": 2,
-            "num_heads": 4,
+            "num_heads": 8,
             "max_position_embeddings": 512,
             **_IDS,
             "attention_types": [[["global", "local"], 1]],
@@ -582,7 +582,6 @@ FAMILIES: tuple[Family, ...] = (
         "DeepseekV3Config",
         "experts by sigmoid scores with a correction, their weights normalised and scaled",
         {**_DEEPSEEK, "q_lora_rank": 48, "routed_scaling_factor": 2.0},
-        also=("kimi_k2",),
     ),
 )
 
@@ -675,7 +674,6 @@ PADDED: tuple[Family, ...] = (
             "forced_eos_token_id": None,
         },
         sizes=False,
-        deviation=0.2,
         ranks=1,
     ),
 )

@@ -237,6 +237,13 @@ def test_activations_gate_the_second_half_by_the_first(name: str) -> None:
     torch.testing.assert_close(result, function(gate) * up)
 
 
+def test_clamped_swiglu_takes_gates_and_what_they_gate_in_turn() -> None:
+    gate, up = torch.tensor([-9.0, 0.5, 9.0, 2.0]), torch.tensor([1.0, -9.0, 0.5, 9.0])
+    result = activation.clamped_swiglu(torch.stack((gate, up), -1).flatten(), 1.7, 3.0)
+    gates, ups = torch.tensor([-9.0, 0.5, 3.0, 2.0]), torch.tensor([1.0, -3.0, 0.5, 3.0])  # a gate has no lower bound
+    torch.testing.assert_close(result, gates / (1 + (-1.7 * gates).exp()) * (ups + 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_activations_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     gate_up = random(50, 2 * 1000, dtype=dtype)

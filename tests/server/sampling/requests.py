@@ -78,6 +78,9 @@ CONTROLS = [
         logit_bias=((1, 3.0), (2, -3.0)),
         watermark=True,
     ),
+    # Words of one token, of two that the row's output ends with, of two that it does not end with, and of many.
+    Sampling(bad_words=((4,), (3, 1)), raw_logprobs=True),
+    Sampling(do_sample=True, seed=20, bad_words=((2,), (3, 1), tuple(range(5)) * 4), top_p=0.9),
     *MIXED[:3],
 ]
 

@@ -10,6 +10,7 @@ from tgi.errors import InvalidRequest
 from tgi.server.ops.sampling import (
     COUNT_SLOT,
     EDIT_SLOT,
+    FLAG_BAD_WORDS,
     FLAG_BANNED,
     FLAG_BIASED,
     FLAG_PENALISED,
@@ -63,6 +64,7 @@ def test_rows_are_greedy_until_added_and_after_removal(state):
         (Sampling(presence_penalty=-0.1), FLAG_PENALISED),
         (Sampling(logit_bias=((5, 1.0),)), FLAG_BIASED),
         (Sampling(watermark=True), FLAG_WATERMARK),
+        (Sampling(bad_words=((5, 1),)), FLAG_BAD_WORDS),
     ],
 )
 def test_a_step_is_of_the_kind_that_its_rows_need(state, sampling, used):
@@ -152,6 +154,8 @@ def test_max_top_k_follows_the_live_rows(state):
         Sampling(presence_penalty=float("nan")),
         Sampling(logit_bias=((100, 1.0),)),
         Sampling(logit_bias=((5, float("-inf")),)),
+        Sampling(bad_words=((1, 100),)),
+        Sampling(bad_words=((1,), ())),
     ],
     ids=str,
 )

@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from tgi.router.api.errors import Refused
 from tgi.router.api.services import services_of
-from tgi.router.schema.info import Model, ModelList, NativeError
+from tgi.router.schema.info import Info, Model, ModelList, NativeError
 
 _encode = msgspec.json.Encoder().encode
 
 
 async def info(request: Request) -> Response:
-    return _json(services_of(request).info)
+    return _json(_present(request))
 
 
 async def models(request: Request) -> Response:
@@ -36,8 +36,17 @@ async def health(request: Request) -> Response:
     return Response(_encode(NativeError("unhealthy", "healthcheck")), 503, media_type="application/json")
 
 
+def _present(request: Request) -> Info:
+    """A model server that was started again may have less room than before."""
+    services = services_of(request)
+    limits = services.infer.validator.limits
+    return msgspec.structs.replace(
+        services.info, max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
+    )
+
+
 def _model(request: Request) -> Model:
-    info = services_of(request).info
+    info = _present(request)
     return Model(
         id=info.model_id,
         object="model",

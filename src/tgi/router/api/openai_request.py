@@ -33,6 +33,7 @@ def parameters_of(
         max_new_tokens=max_new_tokens,
         min_tokens=body.min_tokens,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        bad_words=body.bad_words,
         stop_token_ids=body.stop_token_ids,
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,

@@ -22,7 +22,7 @@ from tgi.router.chat.tools import MAX_TOOLS
 from tgi.router.schema.info import NativeError, OpenAIError
 from tgi.router.schema.messages import AnthropicError
 from tgi.router.validation.door import CHAT, COMPLETIONS, NATIVE, Door
-from tgi.router.validation.parameters import MAX_STOP_TOKEN_IDS, Limits
+from tgi.router.validation.parameters import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, Limits
 
 VERSION = "3.1.0"
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -285,6 +285,7 @@ def _ranges(limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
     def top_n(door: Door) -> dict[str, Any]:
         return {"type": "integer", "minimum": 0, "maximum": max(limits.max_top_n_tokens, door.granted_top_n)}
 
+    bad_word = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD}
     share = {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
     common: dict[str, dict[str, Any]] = {
         "repetition_penalty": {"type": "number", "exclusiveMinimum": 0.0, "maximum": MAX_F32},
@@ -297,6 +298,7 @@ def _ranges(limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
         "seed": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
         "stop": {"type": "array", "maxItems": limits.max_stop_sequences},
         "stop_token_ids": {"type": "array", "maxItems": MAX_STOP_TOKEN_IDS, "items": token_id},
+        "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS, "items": bad_word},
     }
     native: dict[str, dict[str, Any]] = {
         "temperature": {"type": "number", "exclusiveMinimum": 0.0, "maximum": MAX_F32},

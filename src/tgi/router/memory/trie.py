@@ -184,11 +184,13 @@ class RadixTrie:
         """
         host = self.host if spill else None
         evicted = bytearray()
-        wanted = num_blocks * BLOCK_BYTES
-        while len(evicted) < wanted and self._unused:
+        missing = num_blocks * BLOCK_BYTES
+        while missing > 0 and self._unused:
             leaf = next(iter(self._unused))
-            keep = max(0, len(leaf.blocks) - (wanted - len(evicted)))
+            size = len(leaf.blocks)
+            keep = size - missing if size > missing else 0
             evicted += leaf.blocks[keep:] if keep else leaf.blocks
+            missing -= size - keep
             if host is not None:
                 host.spill(leaf, keep)
             self._shorten(leaf, keep)
@@ -211,7 +213,7 @@ class RadixTrie:
         parent = leaf.parent
         assert parent is not None
         del parent.children[bytes(leaf.key[: self.stride])]
-        if parent.parent is None:
+        if parent.parent is None and not parent.held:
             self._drop_empty_root(parent)
 
     def _drop_empty_root(self, root: Node) -> None:

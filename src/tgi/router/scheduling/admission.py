@@ -18,6 +18,7 @@ from tgi.router.scheduling.queue import WaitingQueue
 
 MAX_PASSED_OVER = 32  # younger ones that may go before one that does not fit
 MAX_MISFITS = 8  # tried and found too large in one pass; the rest waits for the next
+MAX_SHARERS = 1_000  # looked at in one pass though they wait for a prefix: 2 ms; the rest waits with them
 
 
 class PrefillGate:
@@ -64,12 +65,18 @@ def admit_waiting(
     admitted: list[Entry] = []
     misfits: list[Entry] = []
     num_prefill = 0
+    num_sharers = 0
     is_cut = False
     try:
         for entry in queue:
             if len(rows) >= max_rows or not rows.has_handles or len(misfits) >= MAX_MISFITS:
                 break
-            if is_held(entry) or leaders.must_wait(entry):
+            if is_held(entry):
+                continue
+            if leaders.must_wait(entry):
+                num_sharers += 1
+                if num_sharers >= MAX_SHARERS:
+                    break
                 continue
             allocation = allocator.allocate(
                 entry.ids,

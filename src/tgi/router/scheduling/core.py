@@ -80,6 +80,7 @@ class SchedulerCore:
         self._gate = PrefillGate(config.waiting_served_ratio, config.max_waiting_tokens)
         self._found_by_first: WeakKeyDictionary[Siblings, int] = WeakKeyDictionary()  # cached tokens
         self._next_sequence = 0
+        self._max_tokens = float("inf")  # of one request, whatever the pool holds
         # Of the present stream; None while there is none.
         self._opening: Opening | None = None
         self._kv_epoch: int | None = None  # of what the allocator believes in
@@ -113,7 +114,8 @@ class SchedulerCore:
         )
         if not self._fits_alone(entry):
             raise ContextTooLong(
-                f"`inputs` tokens + `max_new_tokens` must be <= {self._pool_tokens}, the size of the KV cache. Given: "
+                f"`inputs` tokens + `max_new_tokens` must be <= {min(self._pool_tokens, self._max_tokens)}, what the "
+                f"model server has room for. Given: "
                 f"{entry.num_prompt} `inputs` tokens and {request.stopping.max_new_tokens} `max_new_tokens`",
                 "max_new_tokens",
             )
@@ -144,6 +146,11 @@ class SchedulerCore:
         """The end of service: every request gets its answer."""
         for entry in [*self.rows, *self.queue]:
             self._fail(entry, error, True)
+
+    def limit_lengths(self, max_tokens: int) -> None:
+        """What a request may have, prompt and answer: a shard that was started again may allow less. Whoever wants more
+        fails when its stream opens."""
+        self._max_tokens = max_tokens
 
     def flush_cache(self) -> Flushed:
         """Empty the prefix tree of what no row uses."""
@@ -432,7 +439,8 @@ class SchedulerCore:
         return (self.allocator.num_blocks - 1) * self.allocator.block_size
 
     def _fits_alone(self, entry: Entry) -> bool:
-        return blocks_for(entry.limit, self.allocator.block_size) < self.allocator.num_blocks
+        fits_pool = blocks_for(entry.limit, self.allocator.block_size) < self.allocator.num_blocks
+        return fits_pool and entry.limit <= self._max_tokens
 
     def _count(self, step: Step, handling_s: float) -> None:
         timings = step.timings

@@ -12,8 +12,8 @@ Each priority has counters of its own: clients are only ever compared with those
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heapreplace
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -22,10 +22,30 @@ if TYPE_CHECKING:
 
 INPUT_WEIGHT = 1  # of a prompt token that is computed; a cached one costs nothing: nobody waits for it
 OUTPUT_WEIGHT = 2  # of a token generated: a row's share of a step, for one token, where a prompt fills steps
+MOST_REMEMBERED = 1_024  # clients that have nothing in flight: who asks again at once still has been served
+
+
+FEW = 64  # lines; so few may be empty without need to clear up
+
+Place = tuple[int, int]  # weighted tokens, arrival
 
 
 class Line(OrderedDict[int, "Entry"]):
     """What one client has waiting, by sequence."""
+
+    @property
+    def head(self) -> Entry:
+        return next(iter(self.values()))
+
+    @property
+    def place(self) -> Place:
+        """Never gets smaller."""
+        return place_of(self.head)
+
+
+def place_of(head: Entry) -> Place:
+    """Of a line, by the first in it: smaller goes first."""
+    return head.account.served, head.sequence
 
 
 class Account:
@@ -44,10 +64,12 @@ class Account:
 
 
 class Ledger:
-    """The accounts of clients that have a request in flight: their entries alone keep them, so names cannot pile up."""
+    """The accounts of clients that have a request in flight, which its entry keeps, and of the last that had one. So
+    names cannot pile up."""
 
     def __init__(self) -> None:
         self._accounts: WeakValueDictionary[tuple[int, str], Account] = WeakValueDictionary()
+        self._left: OrderedDict[Account, None] = OrderedDict()  # had nothing waiting any more, the last one last
         self._last = Account()  # of the client that was the last to leave
         self._floor = 0  # where the clients before it stood when they left
 
@@ -58,33 +80,94 @@ class Ledger:
         """The client's, or a new one. For the entry to keep."""
         return self._accounts.setdefault((priority, client), Account())
 
-    def join(self, account: Account, waiting: Iterable[Account]) -> None:
-        """Its client has something waiting again, beside the `waiting` of its priority."""
-        least = min((other.served for other in waiting), default=max(self._floor, self._last.served))
-        account.served = max(account.served, least)
+    def join(self, account: Account, least: Account | None) -> None:
+        """Its client has something waiting again. `least`: of those of its priority that wait, who was served least."""
+        lowest = max(self._floor, self._last.served) if least is None else least.served
+        account.served = max(account.served, lowest)
 
     def leave(self, account: Account) -> None:
         """Its client has nothing waiting any more; what it has running still counts."""
         self._floor = max(self._floor, self._last.served)
         self._last = account
+        self._left[account] = None
+        self._left.move_to_end(account)
+        if len(self._left) > MOST_REMEMBERED:
+            self._left.popitem(last=False)
 
 
-def least_served_first(lines: Mapping[str, Line]) -> Iterator[Entry]:
-    """All entries, each line's in its own order. Who is charged in between takes the place that this leaves it.
+class Lines:
+    """The lines of one priority, none of them empty. No look costs more than O(log) of their number for each entry.
 
-    O(number of lines) once, O(log) of it for each entry. Nothing may join or leave meanwhile.
+    Kept as a heap by the place that each had when it was last looked at. Places never get smaller: whoever comes first
+    in the heap is the first of all as soon as its own place is right.
     """
-    heads: list[tuple[int, int, Entry, Iterator[Entry]]] = []
-    for line in lines.values():
-        rest = iter(line.values())
-        head = next(rest)
-        heads.append((head.account.served, head.sequence, head, rest))
-    heapify(heads)  # sequences differ: entries are never compared
-    while heads:
-        entry, rest = heads[0][2:]
-        yield entry
-        following = next(rest, None)
-        if following is None:
-            heappop(heads)
-        else:
-            heapreplace(heads, (following.account.served, following.sequence, following, rest))
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Line] = {}
+        self._heap: list[tuple[Place, Line]] = []  # with empty lines, until they come to the front or are too many
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __contains__(self, client: str) -> bool:
+        return client in self._lines
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries, least served first, each line's in its own order. Who is charged in between takes the place that
+        this leaves it. Nothing may join or leave meanwhile."""
+        self._settle()
+        heap = self._heap
+        # What comes next: where in the heap, for lines not looked at; an entry and what is behind it, for the others.
+        # No two have the same place.
+        front: list[tuple[Place, int, Entry | None, Iterator[Entry]]] = []
+        front += [(place, 0, None, iter(())) for place, _ in heap[:1]]
+        while front:
+            _, index, entry, rest = heappop(front)
+            if entry is None:
+                for child in (2 * index + 1, 2 * index + 2):
+                    if child < len(heap):
+                        heappush(front, (heap[child][0], child, None, rest))
+                rest = iter(heap[index][1].values())
+            else:
+                yield entry
+            following = next(rest, None)
+            if following is not None:
+                heappush(front, (place_of(following), index, following, rest))
+
+    def values(self) -> Iterable[Line]:
+        return self._lines.values()
+
+    def least_served(self) -> Account | None:
+        """Of those that have a line; None: nobody has."""
+        self._settle()
+        return self._heap[0][1].head.account if self._heap else None
+
+    def add(self, client: str, entry: Entry) -> None:
+        """To the end of its client's line. It has its account, which has joined."""
+        line = self._lines.get(client)
+        if line is not None:
+            line[entry.sequence] = entry
+            return
+        line = self._lines[client] = Line({entry.sequence: entry})
+        heappush(self._heap, (line.place, line))
+
+    def remove(self, client: str, entry: Entry) -> None:
+        line = self._lines[client]
+        del line[entry.sequence]
+        if not line:
+            del self._lines[client]
+            if len(self._heap) > 2 * len(self._lines) + FEW:
+                self._heap = [(line.place, line) for line in self._lines.values()]
+                heapify(self._heap)
+
+    def _settle(self) -> None:
+        """Have the first of the heap be the first of all."""
+        heap = self._heap
+        while heap:
+            place, line = heap[0]
+            if not line:
+                heappop(heap)
+            elif line.place != place:
+                heapreplace(heap, (line.place, line))
+            else:
+                return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
 
 from tgi.router.scheduling.entry import Entry
-from tgi.router.scheduling.fairness import Ledger, Line, least_served_first
+from tgi.router.scheduling.fairness import Ledger, Lines
 
 AGEING_S = 10.0  # what waits for this long without a turn ranks with the next higher priority
 
@@ -28,11 +28,11 @@ class _Level:
         self.waits_since = now  # it has had nothing started
         self.risen = priority  # where ageing had brought it when the queue was last looked through
         self.returned: list[Entry] = []  # by arrival; few
-        self.lines: dict[str, Line] = {}  # by client
+        self.lines = Lines()
 
     def __iter__(self) -> Iterator[Entry]:
         yield from self.returned
-        yield from least_served_first(self.lines)
+        yield from self.lines
 
 
 class WaitingQueue:
@@ -50,13 +50,14 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Entry]:
         """Who goes first, first; whoever `serve` is called for in between counts. Nothing may join or leave meanwhile.
 
-        Each priority's own order holds; a look costs O(priorities + clients), and O(log) of both for each entry.
+        Each priority's own order holds; a look costs O(priorities), and O(log) of them and of the clients for each
+        entry.
         """
         now = self._clock()
         levels = [self._levels[priority] for priority in sorted(self._levels, reverse=True)]
         waiting: list[tuple[int, float, int, Iterator[Entry]]] = []
         for rank, level in enumerate(levels):
-            reached = max(0, rank - int((now - level.waits_since) / AGEING_S))
+            reached = max(0, rank - int(max(0.0, now - level.waits_since) / AGEING_S))
             level.risen = levels[reached].priority
             # Of those that rank the same, who waits for longest: the priority itself has mostly had its turn of late.
             waiting.append((reached, level.waits_since if reached < rank else now, rank, iter(level)))
@@ -76,13 +77,10 @@ class WaitingQueue:
 
     def append(self, entry: Entry) -> None:
         level, client = self._level(entry), entry.request.client
-        line = level.lines.get(client)
         entry.account = self._ledger.account(level.priority, client)
-        if line is None:
-            others = (next(iter(other.values())).account for other in level.lines.values())
-            self._ledger.join(entry.account, others)
-            line = level.lines[client] = Line()
-        line[entry.sequence] = entry
+        if client not in level.lines:
+            self._ledger.join(entry.account, level.lines.least_served())
+        level.lines.add(client, entry)
         self._size += 1
 
     def put_back(self, entry: Entry) -> None:
@@ -109,10 +107,8 @@ class WaitingQueue:
             level.returned.remove(entry)
             entry.returning = False
         else:
-            line = level.lines[client]
-            del line[entry.sequence]
-            if not line:
-                del level.lines[client]
+            level.lines.remove(client, entry)
+            if client not in level.lines:
                 self._ledger.leave(entry.account)
         self._size -= 1
         if not level.lines and not level.returned:

@@ -107,8 +107,7 @@ class Scheduler:
     # Backend
 
     def schedule(self, request: ValidRequest, sink: Sink) -> Entry:
-        is_long_gone = self._stream is None and time.monotonic() - self._down_since > self._config.unavailable_after_s
-        if is_long_gone or (self._is_lost and self._is_ending):
+        if self._is_long_gone or (self._is_lost and self._is_ending):
             raise Unavailable("the model server is not there")
         entry = self.core.submit(request, sink, cancel=self._cancel)
         self._flush_soon()
@@ -127,6 +126,10 @@ class Scheduler:
         return self.core.flush_cache()
 
     # the stream
+
+    @property
+    def _is_long_gone(self) -> bool:
+        return self._stream is None and time.monotonic() - self._down_since > self._config.unavailable_after_s
 
     def _cancel(self, entry: Entry) -> None:
         self.core.cancel(entry)
@@ -167,6 +170,8 @@ class Scheduler:
             except (Unavailable, StartupError) as error:
                 self._tell(error)
                 self._is_lost = True
+                if isinstance(error, StartupError) and self._is_long_gone:  # it is there, and says that it cannot
+                    self.core.fail_all(Unavailable(f"the model server cannot go on: {error}"))
             except Exception:
                 logger.exception("handling a step failed; running requests start again from what they have")
                 keep_memory = False

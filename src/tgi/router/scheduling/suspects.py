@@ -21,7 +21,7 @@ class Suspects(Generic[K]):
     """`K` stands for a request. All siblings of one prompt are one key: they start, are cleared and fail together."""
 
     def __init__(self) -> None:
-        self._groups: list[list[K]] = []  # held back; the last is looked into, from its front
+        self._groups: list[dict[K, None]] = []  # held back, in order; the last is looked into, from its front
         self._trial: dict[K, None] = {}  # may run, not yet cleared; in order
         self._is_exclusive = False  # the one on trial runs with nobody beside it
 
@@ -40,7 +40,7 @@ class Suspects(Generic[K]):
         """It has ended, for whatever reason. -> was it on trial, so that others may start now?"""
         for group in self._groups:
             if key in group:
-                group.remove(key)
+                del group[key]
         self._groups = [group for group in self._groups if group]
         return self._end_trial(key)
 
@@ -60,7 +60,7 @@ class Suspects(Generic[K]):
         else:
             groups = [untried, sorted(ran, key=lambda key: not ran[key])]
         self._is_exclusive = len(blamed) == 1 and culprit is None
-        self._groups += [group for group in groups if group]
+        self._groups += [dict.fromkeys(group) for group in groups if group]
         self._trial.clear()
         self._next_trial()
         return culprit
@@ -77,8 +77,8 @@ class Suspects(Generic[K]):
     def _next_trial(self) -> None:
         if self._groups:
             group = self._groups[-1]
-            size = -(-len(group) // PARTS)
-            self._trial = dict.fromkeys(group[:size])
-            del group[:size]
+            self._trial = dict.fromkeys(list(group)[: -(-len(group) // PARTS)])
+            for key in self._trial:
+                del group[key]
             if not group:
                 self._groups.pop()

@@ -39,6 +39,7 @@ class GenerateParameters(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | list[float] | None = None
     min_tokens: UInt32 | None = None
+    bad_words: list[str] | None = None
     stop_token_ids: list[UInt32] | None = None
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None  # the wire protocol's name for the same

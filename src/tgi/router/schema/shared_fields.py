@@ -27,6 +27,7 @@ class AnswerFields(Struct, frozen=True, kw_only=True):
     user: str | None = None
     seed: int | None = None
     min_tokens: UInt32 | None = None
+    bad_words: list[str] | None = None
     stop_token_ids: list[UInt32] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi.errors import InvalidRequest
@@ -16,6 +16,15 @@ MAX_STOP_TOKEN_IDS = 64
 
 MAX_LOGIT_BIAS = 1024
 """Entries; each is kept on the device while the request runs. OpenAI's clients send 300 at most."""
+
+MAX_BAD_WORDS = 128
+"""The shard compares the end of the answer with each, at every token."""
+
+MAX_BAD_WORD = 256
+"""Characters. A word of so few is tokenised on the spot."""
+
+MAX_BAD_WORD_TOKENS = 32
+"""The shard keeps as many of the last tokens, less one, of a row that has such words."""
 
 MIN_TEMPERATURE = 1e-4
 """Below, logits divided by the temperature leave float32; the choice has long been the greedy one."""
@@ -58,6 +67,7 @@ def check_parameters(parameters: GenerateParameters, door: Door, limits: Limits)
     _check_stops(parameters, limits)
     _check_seed(parameters)
     _check_logit_bias(parameters.logit_bias, limits)
+    _check_bad_words(parameters.bad_words or ())
     top_n = parameters.top_n_tokens or 0
     max_top_n = max(limits.max_top_n_tokens, door.granted_top_n)
     if top_n > max_top_n:
@@ -81,8 +91,15 @@ def is_sampling(parameters: GenerateParameters, door: Door) -> bool:
     )
 
 
-def sampling_of(parameters: GenerateParameters, door: Door, limits: Limits, draw_seed: Callable[[], int]) -> Sampling:
-    """Checked parameters, resolved. `draw_seed` gives a u64 for a request without one."""
+def sampling_of(
+    parameters: GenerateParameters,
+    door: Door,
+    limits: Limits,
+    draw_seed: Callable[[], int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> Sampling:
+    """Checked parameters, resolved. `draw_seed` gives a u64 for a request without one. `bad_words`: those of the
+    request as token ids."""
     penalty = parameters.repetition_penalty
     # Those of a greedy request too: a penalty moves the best token.
     greedy = Sampling(
@@ -91,6 +108,7 @@ def sampling_of(parameters: GenerateParameters, door: Door, limits: Limits, draw
         presence_penalty=parameters.presence_penalty or 0.0,
         watermark=bool(parameters.watermark),
         logit_bias=_logit_bias(parameters.logit_bias),
+        bad_words=bad_words,
         seed=draw_seed() if parameters.seed is None else parameters.seed,
         raw_logprobs=door.raw_logprobs,
     )
@@ -223,6 +241,18 @@ def _check_logit_bias(bias: dict[str, float] | list[float] | None, limits: Limit
             )
         if not -100.0 <= value <= 100.0:
             raise InvalidRequest(f"`logit_bias` must have values >= -100 and <= 100. Given: {value} for {key}", name)
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    name = "bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"`bad_words` supports up to {MAX_BAD_WORDS} words. Given: {len(words)}", name)
+    for word in words:
+        if not word.strip(" "):
+            raise InvalidRequest("`bad_words` must not hold an empty string, nor one of blanks alone", name)
+        if len(word) > MAX_BAD_WORD:
+            limit = f"`bad_words` supports words of up to {MAX_BAD_WORD} characters"
+            raise InvalidRequest(f"{limit}. Given: {word[:40]!r} of {len(word)}", name)
 
 
 def _check_supported(parameters: GenerateParameters, door: Door, limits: Limits) -> None:

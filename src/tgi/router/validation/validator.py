@@ -9,7 +9,9 @@ from typing import Protocol
 
 from tgi.errors import InvalidRequest
 from tgi.router.schema.generate import GenerateParameters
+from tgi.router.validation.bad_words import encode_bad_words
 from tgi.router.validation.door import Door
+from tgi.router.validation.encoder import Encoder
 from tgi.router.validation.grammar import GrammarWish, native_grammar
 from tgi.router.validation.lengths import LengthRule, check_truncate, max_new_tokens
 from tgi.router.validation.parameters import (
@@ -23,17 +25,6 @@ from tgi.router.validation.request import ValidRequest
 from tgi.shard_client.messages import Grammar
 
 _ID_BYTES = 4
-
-
-class Encoded(Protocol):
-    @property
-    def ids(self) -> bytes: ...
-
-
-class Encoder(Protocol):
-    """Text to ids, off the event loop (`tgi.text.pool`)."""
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> Encoded: ...
 
 
 class GrammarCheck(Protocol):
@@ -101,10 +92,11 @@ class Validator:
         stopping = stopping_of(parameters, door, room)
         if self._ids_may_exceed or wish.prompt_ids is not None:
             self._check_vocabulary(prompt_ids, door)
+        bad_words = await encode_bad_words(parameters.bad_words or (), self._encoder, limits.vocab_size)
         grammar = await self._grammar(wish)
         return ValidRequest(
             prompt_ids=prompt_ids,
-            sampling=sampling_of(parameters, door, limits, self._draw_seed),
+            sampling=sampling_of(parameters, door, limits, self._draw_seed, bad_words),
             stopping=stopping,
             top_n=parameters.top_n_tokens or 0,
             prompt_logprobs=bool(parameters.decoder_input_details),

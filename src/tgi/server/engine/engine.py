@@ -27,7 +27,7 @@ from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.device import Chosen, Constraint, Device
 from tgi.server.engine.out_of_memory import Squeeze, is_out_of_memory, release_memory, split
-from tgi.server.engine.plan import PrefillBudget, Prompt, share_budget
+from tgi.server.engine.plan import PrefillBudget, Prompt, prompt_order, share_budget
 from tgi.server.engine.prompt_scores import plan_scoring, read_scores
 from tgi.server.engine.row_spans import RowSpans
 from tgi.server.grammar.mask import Masks
@@ -95,8 +95,11 @@ class Engine:
         limits: Limits,
         masks: Masks | None = None,
         spans: RowSpans | None = None,
+        tell_finished: Callable[[int], None] | None = None,
     ) -> None:
-        """`masks`: None where no request may have a grammar. `spans`: None where nobody traces."""
+        """`masks`: None where no request may have a grammar. `spans`: None where nobody traces. `tell_finished` hears
+        of `finished` at once."""
+        self._tell_finished = tell_finished
         self.table = table
         self.limits = limits
         self._device = device
@@ -228,7 +231,10 @@ class Engine:
         row = self.table.remove(handle)
         if row is None:
             return
-        self.finished += error is None and self._yielded[row]
+        if error is None and self._yielded[row]:
+            self.finished += 1
+            if self._tell_finished is not None:
+                self._tell_finished(self.finished)
         self._yielded[row] = False
         if self._spans is not None:
             self._spans.end(row, self.table.num_generated(row), reason, error)
@@ -294,7 +300,7 @@ class Engine:
         budget = self.limits.budget
         shares: list[tuple[int, int]] = []
         if len(waiting):
-            order = waiting[np.lexsort((table.order[waiting], -table.priority[waiting]))]
+            order = waiting[prompt_order(table.priority[waiting], table.order[waiting])]
             prompts = [Prompt(int(row), int(remaining[row]), int(room[row])) for row in order]
             shares = share_budget(prompts, self._squeeze.limit(budget.tokens(len(decode))), budget.chunked)
         if not len(decode) and not shares:

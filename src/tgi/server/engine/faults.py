@@ -28,7 +28,7 @@ from tgi.shard_client.messages import Admit, Step
 log = logging.getLogger(__name__)
 
 KINDS = frozenset({"kill", "exit", "hang", "freeze", "slow", "oom", "raise", "nan", "cut", "corrupt"})
-NUMBERS = frozenset({"step", "every", "token", "min_rows", "ms"})
+NUMBERS = frozenset({"step", "every", "token", "min_rows", "ms", "rank"})
 PATHS = frozenset({"once", "armed"})
 
 
@@ -52,6 +52,7 @@ class Fault:
     once: Path | None = None
     armed: Path | None = None
     ms: int = 0  # of `slow`
+    rank: int = 0  # whose process breaks
 
     def holds(self, step: int, is_first: bool, num_rows: int, has_token: Callable[[int], bool]) -> bool:
         """`is_first`: the step's first launch, not a part of it that is tried again. What depends on the rows holds for
@@ -99,7 +100,7 @@ def _parse_one(text: str) -> Fault:
 
 
 def _number(key: str, value: str) -> int:
-    least = 0 if key in ("token", "ms") else 1
+    least = 0 if key in ("token", "ms", "rank") else 1
     if not value.isdecimal() or int(value) < least:
         raise StartupError(f"TGI_FAULTS: {key}={value} must be a whole number of at least {least}")
     return int(value)
@@ -200,6 +201,8 @@ class FaultyDevice:
         self._number = plan.number
         self._step += is_first
         breaks = np.zeros(plan.num_rows, np.bool_)
+        if not plan.number:
+            return breaks  # a step of the warm-up
         for fault in self._faults:
             if not fault.holds(self._step, is_first, plan.num_rows, lambda token: bool(self._with(plan, token).any())):
                 continue

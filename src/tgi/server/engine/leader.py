@@ -15,7 +15,6 @@ import logging
 import secrets
 import socket
 import struct
-import time
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from tgi.enums import Phase
 from tgi.errors import StartupError, TgiError
 from tgi.server.batch.step import RowChanges, Scoring, StepPlan
 from tgi.server.distributed.group import Group
-from tgi.server.engine.device import Chosen, Constraint
+from tgi.server.engine.device import Chosen, Constraint, Device
 from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.runner import ModelRunner
 from tgi.shard_client.messages import Admit, BlockMoves
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 TOKEN_BYTES = 16
-ID_BYTES = 8
 CONNECT_TIMEOUT_S = 60.0
 GREETING_TIMEOUT_S = 5.0  # the greeting is sent with the connection
 
@@ -161,8 +159,10 @@ def _decode_plan(message: _Launch) -> StepPlan:
 class LeaderDevice:
     """The Device of rank 0: tells the followers, then does the same itself. A world of one has no followers."""
 
-    def __init__(self, runner: ModelRunner, followers: list[Wire]) -> None:
+    def __init__(self, runner: ModelRunner, followers: list[Wire], launched_by: Device | None = None) -> None:
+        """`launched_by`: what computes the steps instead of `runner`, in tests."""
         self._runner = runner
+        self._device: Device = runner if launched_by is None else launched_by
         self.followers = followers
         self._encoder = msgspec.msgpack.Encoder()
         self.depth = runner.depth
@@ -174,35 +174,35 @@ class LeaderDevice:
                 follower.send(payload)
 
     def check(self, admit: Admit) -> str | None:
-        return self._runner.check(admit)
+        return self._device.check(admit)
 
     def apply(self, changes: RowChanges) -> None:
         # Followers keep no sampling state: of new and removed rows they need the blocks alone.
         if changes.blocks or changes.moves:
             blocks = [_Blocks(row, first, numbers.tobytes()) for row, first, numbers in changes.blocks]
             self._tell(_Changes(blocks, changes.moves))
-        self._runner.apply(changes)
+        self._device.apply(changes)
 
     def launch(self, plan: StepPlan) -> object:
         self._tell(_encode_plan(plan))
-        return self._runner.launch(plan)
+        return self._device.launch(plan)
 
     def forward(self, plan: StepPlan) -> object:
         # Followers are told nothing of choices: where theirs are due they wait on the device for what rank 0 sends.
         self._tell(_encode_plan(plan))
-        return self._runner.forward(plan)
+        return self._device.forward(plan)
 
     def has_forwarded(self, launched: object) -> bool:
-        return self._runner.has_forwarded(launched)
+        return self._device.has_forwarded(launched)
 
     def choose(self, launched: object, constraint: Constraint | None = None) -> None:
-        self._runner.choose(launched, constraint)
+        self._device.choose(launched, constraint)
 
     def collect(self, launched: object) -> Chosen:
-        return self._runner.collect(launched)
+        return self._device.collect(launched)
 
     def idle(self) -> None:
-        self._runner.idle()
+        self._device.idle()
 
     # --- warm-up -----------------------------------------------------------
 
@@ -295,32 +295,33 @@ def join_leader(group: Group, master_addr: str, device: torch.device) -> Wire:
     return Wire(connection)
 
 
-def follow(runner: ModelRunner, wire: Wire, free_bytes: int, liveness: Liveness | None = None) -> None:
-    """What every rank but 0 does until the leader says stop. Raises GroupBroken when the leader is gone."""
+def follow(
+    runner: ModelRunner,
+    wire: Wire,
+    free_bytes: int,
+    liveness: Liveness | None = None,
+    launched_by: Device | None = None,
+) -> None:
+    """What every rank but 0 does until the leader says stop. Raises GroupBroken when the leader is gone.
+
+    `launched_by`: what launches the steps instead of `runner`, in tests.
+    """
     liveness = liveness or Liveness()
     try:
-        liveness.wait()
-        token_s = 0.0
+        liveness.follow(Phase.IDLE)
         while not isinstance(message := wire.receive(), _Stop):
-            num_tokens = len(message.ids) // ID_BYTES if isinstance(message, _Launch) else 0
-            # Steps of the warm-up have number 0; its last is a decode of one token: for others a generous measure.
-            if isinstance(message, _Launch) and message.number:
-                liveness.enter(Phase.RUNNING, message.number, num_tokens * token_s)
+            liveness.follow(Phase.RUNNING, message.number if isinstance(message, _Launch) else None)
+            if isinstance(message, _Launch):
+                (launched_by or runner).launch(_decode_plan(message))
             else:
-                liveness.enter(Phase.COMPILING)
-            started = time.monotonic()
-            _obey(runner, message, free_bytes)
-            if isinstance(message, _Launch) and not message.number:
-                token_s = (time.monotonic() - started) / num_tokens
-            liveness.wait()
+                _obey(runner, message, free_bytes)
+            liveness.follow(Phase.IDLE)
     finally:
         wire.close()
 
 
-def _obey(runner: ModelRunner, message: _Changes | _Launch | _Allocate | _FreeMemory, free_bytes: int) -> None:
+def _obey(runner: ModelRunner, message: _Changes | _Allocate | _FreeMemory, free_bytes: int) -> None:
     match message:
-        case _Launch():
-            runner.launch(_decode_plan(message))
         case _Changes():
             blocks = [(entry.row, entry.first, np.frombuffer(entry.numbers, np.int32)) for entry in message.blocks]
             runner.apply(RowChanges([], [], blocks, message.moves))

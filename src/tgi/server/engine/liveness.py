@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tgi.enums import Phase
 from tgi.shard_client.messages import Health
@@ -31,7 +31,8 @@ class Liveness:
         """`hung_after_s`: the least time after which a running step counts as hung."""
         self._hung_after_s = hung_after_s
         self.beat_s = min(IDLE_BEAT_S, hung_after_s / BEATS)  # of an idle loop
-        self._word = Word(Phase.STARTING, 0, time.monotonic(), STARTING_S)
+        self._entered = self._word = Word(Phase.STARTING, 0, time.monotonic(), STARTING_S)
+        self._num_compiling = 0  # compilations that have begun since, one within the other
 
     def enter(self, phase: Phase, step: int = 0, estimate_s: float = 0.0) -> None:
         """`estimate_s`: how long the step should take."""
@@ -43,11 +44,30 @@ class Liveness:
             limit = 0.0
         else:
             limit = STARTING_S
-        self._word = Word(phase, step, time.monotonic(), limit)
+        self._enter(Word(phase, step, time.monotonic(), limit))
 
-    def wait(self) -> None:
-        """A follower waits for rank 0, for as long as that takes: it beats no device, and rank 0 answers for itself."""
-        self._word = Word(Phase.IDLE, self._word.step, time.monotonic(), math.inf)
+    def follow(self, phase: Phase, step: int | None = None) -> None:
+        """A follower waits for rank 0, or does what that has sent, for as long as it takes: neither can it tell its own
+        time from that of the others, nor can it stop without stopping rank 0, which answers for all. `step`: None
+        where it is the same as before."""
+        self._enter(Word(phase, self._word.step if step is None else step, time.monotonic(), math.inf))
+
+    def compiling(self) -> None:
+        """A kernel is compiled in the midst of what was entered, until `compiled`, or until something is entered."""
+        self._num_compiling += 1
+        if self._num_compiling == 1:
+            self._word = Word(Phase.COMPILING, self._word.step, time.monotonic(), STARTING_S)
+
+    def compiled(self) -> None:
+        """What was entered goes on; its time counts from now."""
+        self._num_compiling -= 1
+        if self._num_compiling == 0:
+            self._word = replace(self._entered, since=time.monotonic())
+        self._num_compiling = max(self._num_compiling, 0)
+
+    def _enter(self, word: Word) -> None:
+        self._num_compiling = 0
+        self._entered = self._word = word
 
     def read(self) -> Health:
         word = self._word

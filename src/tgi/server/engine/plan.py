@@ -1,13 +1,17 @@
 """Pure: which rows the next step computes, and how much of each. Knows no tensors and no device.
 
 A row has `remaining` tokens to compute before its next id can be chosen: one while it decodes, many while its prompt is
-read. A step takes all rows with one token left first (decode), then prompts by priority and admission under the budget.
+read. A step takes all rows with one token left first (decode), then prompts by priority and admission under the budget;
+but the oldest of them comes second at the latest, so that no stream of more urgent ones keeps it from being read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,17 @@ class Prompt:
     room: int  # tokens that its blocks still take
 
 
+def prompt_order(priorities: npt.NDArray[np.int64], admissions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Indices of waiting prompts, who is read first; of at least one."""
+    order = np.lexsort((admissions, -priorities))
+    oldest = int(admissions.argmin())
+    if oldest in order[:2]:
+        return order
+    return np.concatenate([order[:1], [oldest], order[1:][order[1:] != oldest]])
+
+
 def share_budget(prompts: Sequence[Prompt], budget: int, chunked: bool) -> list[tuple[int, int]]:
-    """(row, tokens) for prompts in the order given (priority, then admission).
+    """(row, tokens) for prompts in the order given.
 
     While another prompt waits none takes more than half of the budget, so a short prompt passes a long one; what is
     left over goes to the first that can use it. Without chunking a prompt is taken whole or not at all; one larger

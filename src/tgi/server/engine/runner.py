@@ -19,11 +19,11 @@ from tgi.server.attention.host_blocks import HostBlocks
 from tgi.server.attention.kv_cache import KVCache
 from tgi.server.batch.inputs import StepInputs, block_writes, build_inputs, to_device
 from tgi.server.batch.step import RowChanges, StepPlan
-from tgi.server.context import ForwardContext
+from tgi.server.context import ForwardContext, StepRows
 from tgi.server.distributed.group import Group
 from tgi.server.engine.device import Chosen, Constraint
 from tgi.server.engine.prompt_scores import ScoreTensors, score_prompts
-from tgi.server.models.model import CausalLM
+from tgi.server.models.model import CausalLM, RowKeeper
 from tgi.server.sampling.sampler import SampleOutput, sample
 from tgi.server.sampling.state import WATERMARK_DELTA, WATERMARK_GAMMA, SamplingState, refuse_invalid
 from tgi.shard_client.messages import Admit
@@ -72,21 +72,34 @@ class ModelRunner:
         self._host_blocks: HostBlocks | None = None  # for what the cache gives up
         self._state: SamplingState | None = None
         self._top_n = np.zeros(0, np.int64)  # by row
+        self._keeper = model if isinstance(model, RowKeeper) else None
+        self._prompt_lens = np.zeros(0, np.int64)  # by row, for the keeper
 
     def allocate(self, num_blocks: int, max_rows: int, max_row_tokens: int, num_host_blocks: int = 0) -> None:
         """KV cache, block tables and row tensors; everything that was there is given up first."""
         self._cache = self._state = self._host_blocks = None
         shape = self.model.cache_shape
-        self._cache = self.backend.make_cache(
-            num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.device, shape.value_dim
-        )
+        if shape.num_layers:
+            self._cache = self.backend.make_cache(
+                num_blocks,
+                shape.num_layers,
+                shape.num_kv_heads,
+                shape.head_dim,
+                self.dtype,
+                self.device,
+                shape.value_dim,
+            )
+        if self._keeper is not None:
+            self._keeper.allocate(max_rows + 1)
         if num_host_blocks:
+            assert self._cache is not None, "a model without a KV cache has no blocks for the host"
             self._host_blocks = HostBlocks(self._cache, num_host_blocks)
         self.max_blocks = -(-max_row_tokens // self.backend.block_size) + 1
         # Row 0 is scratch: padding reads and writes it. All its blocks are block 0.
         self._block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=self.device)
         self._last_ids = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._top_n = np.zeros(max_rows + 1, np.int64)
+        self._prompt_lens = np.zeros(max_rows + 1, np.int64)
         if self.is_leader:
             self._state = SamplingState(max_rows + 1, self.model.vocab_size, self.device, *self._watermark)
 
@@ -95,6 +108,8 @@ class ModelRunner:
     def check(self, admit: Admit) -> str | None:
         if admit.adapter_id:
             return "adapters are not supported by this model server"
+        if self._keeper is not None and admit.cached_len:
+            return "this model shares no prefixes"
         for name, packed in (("prompt_ids", admit.prompt_ids), ("generated_ids", admit.generated_ids)):
             ids = np.frombuffer(packed, np.uint32)
             if len(ids) and int(ids.max()) >= self.model.vocab_size:
@@ -118,6 +133,9 @@ class ModelRunner:
             if self._state is not None:
                 self._add_sampling(self._state, row, admit)
             self._top_n[row] = admit.top_n
+            self._prompt_lens[row] = len(admit.prompt_ids) // 4
+            if self._keeper is not None:
+                self._keeper.begin(row, np.frombuffer(admit.prompt_ids + admit.generated_ids, np.uint32))
         if changes.blocks:
             writes = to_device(block_writes(changes, self.max_blocks), self.device)
             self._block_tables.view(-1).index_copy_(0, writes[0], writes[1].to(torch.int32))
@@ -135,6 +153,8 @@ class ModelRunner:
     def _forget(self, row: int) -> None:
         if self._state is not None:
             self._state.remove(row)
+        if self._keeper is not None:
+            self._keeper.forget(row)
         self._top_n[row] = 0
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -228,20 +248,26 @@ class ModelRunner:
         ids = inputs.ids
         if len(inputs.device_rows):
             ids = ids.index_copy(0, inputs.device_tokens, self._last_ids.index_select(0, inputs.device_rows))
-        assert self._cache is not None
-        step = self.backend.plan(
-            AttentionInputs(
+        rows = None
+        if self._keeper is not None:
+            rows = StepRows(
+                plan.rows.tolist(),
+                plan.starts.tolist(),
+                plan.query_lens.tolist(),
+                self._prompt_lens[plan.rows].tolist(),
+            )
+        step = no_attention
+        if self._cache is not None:
+            attention_inputs = AttentionInputs(
                 query_lens=plan.query_lens.tolist(),
                 context_lens=contexts.tolist(),
                 cu_seqlens_q=inputs.cu_seqlens_q.to(torch.int32),
                 context_lens_device=inputs.context_lens.to(torch.int32),
                 block_tables=tables,
                 slots=slots,
-            ),
-            self._cache,
-            self.model.cache_shape.num_heads,
-        )
-        return self.model.forward(ids, inputs.positions, ForwardContext(step))
+            )
+            step = self.backend.plan(attention_inputs, self._cache, self.model.cache_shape.num_heads)
+        return self.model.forward(ids, inputs.positions, ForwardContext(step, rows))
 
     def _lead(self, state: SamplingState, launched: Launched, constraint: Constraint | None) -> None:
         """Rank 0 chooses, and tells the other ranks. Rows that sit out never reach the sampler."""
@@ -309,3 +335,8 @@ class ModelRunner:
         # Pinned memory from torch's caching host allocator: a ring that grows to what is in flight and is then reused.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+def no_attention(*_: object, **__: object) -> torch.Tensor:
+    """The attention of a step without a KV cache."""
+    raise RuntimeError("this model has no layers with attention")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from tgi.enums import Phase
-from tgi.errors import InvalidRequest
+from tgi.errors import GenerationFailed, InvalidRequest
 from tgi.server.batch.table import RequestTable
 from tgi.server.engine.device import Device
 from tgi.server.engine.engine import Engine
-from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.liveness import Liveness
 from tgi.server.engine.loop import Loop
 from tgi.server.engine.outbox import Outbox
@@ -35,18 +35,19 @@ class Shard:
     def __init__(
         self,
         info: ShardInfo,
-        device: LeaderDevice,
+        device: Device,
         warm_up: WarmUp,
         loop: Loop,
         liveness: Liveness,
         compiler: Compiler | None = None,
         spans: RowSpans | None = None,
-        served_by: Device | None = None,
         tamper: Callable[[Step], Step] | None = None,
+        tell_finished: Callable[[int], None] | None = None,
     ) -> None:
-        """`compiler`: None refuses grammars. `spans`: None where nobody traces. `served_by`: what the engine uses
-        instead of `device` once that is warm. `tamper`: breaks the stream's Steps, in tests."""
-        self._served_by: Device = device if served_by is None else served_by
+        """`compiler`: None refuses grammars. `spans`: None where nobody traces. `tamper`: breaks the stream's Steps, in
+        tests. `tell_finished` hears how many rows have finished, whenever one has."""
+        self._device = device
+        self._tell_finished = tell_finished
         self.tamper = tamper
         self._info = info
         self._masks = None if compiler is None else Masks(compiler, loop.wake)
@@ -76,14 +77,15 @@ class Shard:
             self._liveness.enter(Phase.COMPILING)
             result, limits = self._warm_up.run(request)
             table = RequestTable(result.max_rows, result.block_size)
-            self._loop.install(Engine(self._served_by, table, limits, self._masks, self._spans))
+            self._loop.install(Engine(self._device, table, limits, self._masks, self._spans, self._tell_finished))
             self._warm = result
         return self._warm
 
     # --- the stream (generate.v4) -------------------------------------------
 
     def open_stream(self, outbox: Outbox, owner: str = "") -> None:
-        """The newest stream wins. `owner`: a name that its router keeps while it runs. Raises NotWarm before the first Warmup."""
+        """The newest stream wins. `owner`: a name that its router keeps while it runs. Raises NotWarm before the first
+        Warmup."""
 
         def opening() -> None:
             if self._warm is None:
@@ -96,7 +98,8 @@ class Shard:
         self._loop.post(outbox, command)
 
     def close_stream(self, outbox: Outbox) -> None:
-        self._loop.call(lambda: self._loop.close_stream(outbox))
+        with suppress(GenerationFailed):  # the loop has ended, and its stream before
+            self._loop.call(lambda: self._loop.close_stream(outbox))
 
     def clear(self) -> None:
         """Drop all rows that are stepped by hand; a stream's rows are the router's."""

@@ -41,7 +41,14 @@ SPEED_DECODES = 4
 PLAIN = Sampling(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1)
 # Whatever takes memory per row: what some rows need later is left free, though it is not taken before.
 EVERYTHING = replace(
-    PLAIN, typical_p=0.9, min_p=0.01, repetition_penalty=1.1, watermark=True, raw_logprobs=True, logit_bias=((0, 1.0),)
+    PLAIN,
+    typical_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    watermark=True,
+    raw_logprobs=True,
+    logit_bias=((0, 1.0),),
+    bad_words=((0, 1),),
 )
 SCORED_TOPS = 5  # alternatives at each prompt token of the worst step
 DEFAULT_MAX_POSITION = 4096  # for a config that names none
@@ -75,12 +82,21 @@ def size_cache(
     kv_bytes: int,
     at_most_bytes: int,
     max_position: int,
+    longest: int | None = None,
 ) -> Sizes:
     """Pure: how many blocks, and the length limits that follow.
 
-    `kv_bytes` is what the cache gets unless asked otherwise, `at_most_bytes` what it can get at all. Raises
+    `kv_bytes` is what the cache gets unless asked otherwise, `at_most_bytes` what it can get at all. `max_position` is
+    the length of a row unless asked otherwise, `longest` what it can be at all (None: no end). Raises
     StartupError with the numbers when the asked lengths or tokens do not fit.
     """
+    if longest is not None:
+        max_position = min(max_position, longest)
+        if request.max_total_tokens is not None and request.max_total_tokens > longest:
+            raise StartupError(
+                f"--max-total-tokens {request.max_total_tokens} is more than the {longest} positions that this "
+                "model has learned; lower it, or leave it out"
+            )
     blocks_possible = at_most_bytes // bytes_per_block
     if request.max_batch_total_tokens is not None:
         usable = -(-request.max_batch_total_tokens // block_size)
@@ -143,11 +159,14 @@ class WarmUp:
         runner = self._runner
         shape = runner.model.cache_shape
         backend = runner.backend
-        bytes_per_block = backend.bytes_per_block(
+        bytes_per_block = shape.token_bytes * backend.block_size + backend.bytes_per_block(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, runner.dtype, shape.value_dim
         )
         on_cpu = runner.device.type == "cpu"
-        at_most = self._free_bytes()
+        at_most = self._free_bytes() - self._row_bytes(request)
+        if not bytes_per_block:
+            # Nothing grows with a text: a block costs no memory, and every row may have all it wants.
+            request, bytes_per_block = self._with_room_for_all_rows(request), 1
         if not on_cpu:
             at_most = max(0, at_most - self._worst_step(request))
         num_host_blocks = self._host_blocks(request, bytes_per_block)
@@ -163,6 +182,7 @@ class WarmUp:
             kv_bytes=kv_bytes,
             at_most_bytes=at_most,
             max_position=self._max_position,
+            longest=shape.max_positions,
         )
         self._device.allocate(sizes.num_blocks, request.max_rows, sizes.max_total_tokens, num_host_blocks)
         decode_s, prefill_rate = self._speeds(sizes)
@@ -210,6 +230,23 @@ class WarmUp:
         )
         return result, limits
 
+    def _row_bytes(self, request: WarmupRequest) -> int:
+        """Memory that a row takes however long its text is, for all rows. Raises StartupError where it is not there."""
+        each, free = self._runner.model.cache_shape.row_bytes, self._free_bytes()
+        needed = each * (request.max_rows + 1)
+        if needed > free:
+            raise StartupError(
+                f"{request.max_rows} requests at a time need {needed / MIB:.0f} MiB for their states, but "
+                f"{free / MIB:.0f} MiB are free: at most {max(0, free // each - 1)} fit; lower --max-batch-size"
+            )
+        return needed
+
+    def _with_room_for_all_rows(self, request: WarmupRequest) -> WarmupRequest:
+        if request.max_batch_total_tokens is not None:
+            return request
+        longest = request.max_total_tokens or self._max_position
+        return replace(request, max_batch_total_tokens=request.max_rows * longest)
+
     def _host_blocks(self, request: WarmupRequest, bytes_per_block: int) -> int:
         return size_host_cache(
             request.host_cache_bytes,
@@ -227,7 +264,7 @@ class WarmUp:
         with all its rows sampling, using every control, and wanting their prompts' logprobs."""
         backend, tokens = self._runner.backend, request.max_batch_prefill_tokens
         num_rows = max(1, min(request.max_rows, tokens // 2))
-        each = tokens // num_rows
+        each = min(tokens // num_rows, self._runner.model.cache_shape.max_positions or tokens)
         blocks_each = -(-each // backend.block_size)
         try:
             self._device.allocate(1 + blocks_each * num_rows, num_rows, each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -78,7 +77,8 @@ def gated_activation(source: Source, name: str) -> Callable[[torch.Tensor], torc
 
 def clamped_swiglu(source: Source, alpha: float, limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """[..., 2n] -> [..., n], gates and what they gate in turn (gpt-oss)."""
-    return partial(source.ops.clamped_swiglu, alpha=alpha, limit=limit)
+    op = source.ops.clamped_swiglu
+    return lambda gate_up: op(gate_up, alpha, limit)
 
 
 def plain_activation(source: Source, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

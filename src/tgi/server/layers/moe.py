@@ -202,17 +202,17 @@ def flat_gated_experts(
     behind the other."""
     own = source.share(intermediate_size, "inner features of an expert")
     whole = slice(0, hidden_size)
-    shape = (num_experts * intermediate_size, hidden_size)
+    rows = num_experts * intermediate_size
     gate, up, down = ((source.name(name), source.name(f"{name}_bias")) for name in names)
 
     def inner(expert: int) -> slice:
         return slice(expert * intermediate_size + own.start, expert * intermediate_size + own.stop)
 
     def lower(expert: int) -> Part:
-        return Part(down[0], shape[::-1], whole, inner(expert), False, transposed=True, names=down)
+        return Part(down[0], (hidden_size, rows), whole, inner(expert), False, transposed=True, names=down)
 
     ups = [
-        [Part(name[0], shape, inner(expert), whole, False, names=name) for name in (gate, up)]
+        [Part(name[0], (rows, hidden_size), inner(expert), whole, False, names=name) for name in (gate, up)]
         for expert in range(num_experts)
     ]
     return Experts(source, ups, [lower(expert) for expert in range(num_experts)], activation)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Kimi-K2: latent attention, dense layers first, then experts of which groups are chosen first.
+"""DeepSeek-V2 and V3: latent attention; a few dense layers, then experts, of which groups are chosen first.
 
 V3: sigmoid scores, with a correction that takes part in the choice alone.
 """
@@ -124,9 +124,7 @@ def _route(config: ModelConfig, source: Source, num_experts: int) -> Route:
     if method == "greedy":
         groups = top_groups = 1
     top_k = check_top_k(fields.count("num_experts_per_tok"), num_experts, groups, top_groups)
-    route = partial(
-        grouped_top, top_k, groups, top_groups, scale=fields.number("routed_scaling_factor", default=1.0)
-    )
+    route = partial(grouped_top, top_k, groups, top_groups, scale=fields.number("routed_scaling_factor", default=1.0))
     if method != "noaux_tc":
         return route(score=partial(torch.softmax, dim=-1), normalise=fields.flag("norm_topk_prob"))
     bias = source.tensor("gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)

@@ -40,7 +40,6 @@ MODULES = {
     "gpt_oss": "gpt_oss",
     "gptj": "gptj",
     "granite": "llama",
-    "kimi_k2": "deepseek",
     "llama": "llama",
     "mamba": "mamba",
     "mistral": "llama",

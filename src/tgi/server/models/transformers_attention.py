@@ -45,7 +45,9 @@ def register() -> None:
     """Idempotent. Imports transformers' modelling code."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible)
 

@@ -219,7 +219,8 @@ def _load(what: str, settings: PreTrainedConfig, source: Source, path: Path) -> 
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
-    if not kind._model_mapping.get(type(settings), None):
+    known: Any = kind._model_mapping
+    if type(settings) not in known:
         raise StartupError(f"{what} is not supported: transformers has no model of it that generates text")
     if not source.checkpoint.names():  # random weights
         with source.device:
@@ -232,6 +233,7 @@ def _load(what: str, settings: PreTrainedConfig, source: Source, path: Path) -> 
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report names them: in our words
             output_loading_info=True,
         )
     except Exception as error:

@@ -112,7 +112,8 @@ def cache_name(module: torch.nn.Module) -> str:
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """How far two [tokens, n] are apart, relative, for the token in the middle; 0.0 where that is no more than another
     order of summation makes."""
-    gaps = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    tiny = torch.finfo(torch.float32).tiny
+    gaps = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=tiny)
     middle = float(gaps.median())
     return 0.0 if middle <= AGREEMENT.get(expected.dtype, ROUGH_AGREEMENT) else middle
 

@@ -99,6 +99,7 @@ class Codec:
             watermark=message.watermark,
             seed=message.seed,
             logit_bias=tuple(zip(_u32s(bias.token_ids), values, strict=True)),
+            bad_words=tuple(map(_u32s, message.bad_words)),
             raw_logprobs=message.raw_logprobs,
         )
 

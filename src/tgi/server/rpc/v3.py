@@ -55,7 +55,7 @@ class V3Service(rpc.TextGenerationServiceServicer):
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         info = self._engine.info()
         return pb.InfoResponse(
-            requires_padding=False,
+            requires_padding=info.requires_padding,
             dtype=f"torch.{info.dtype}",
             device_type=info.device_type,
             speculate=info.speculate,

@@ -1,5 +1,5 @@
-"""What changes a row's logits before anything is chosen: logit bias, watermark, penalties, the grammar's mask and ids
-banned for now. Plain torch, never waits for the device; `sampler` says in which order and why.
+"""What changes a row's logits before anything is chosen: logit bias, watermark, penalties, the grammar's mask, bad
+words and ids banned for now. Plain torch, never waits for the device; `sampler` says in which order and why.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 
 from tgi.server.ops.sampling import (
+    BAD_WORDS_SLOT,
     BAN_UNTIL,
     COUNT_SLOT,
     EDIT_SLOT,
+    FLAG_BAD_WORDS,
     FLAG_BANNED,
     FLAG_BIASED,
     FLAG_PENALISED,
@@ -53,6 +55,8 @@ def process(
         scores = penalise(scores, counts, *columns)
     if allowed is not None:
         scores = scores.masked_fill(~unpack(allowed, logits.shape[1]), -_INF)
+    if flags & FLAG_BAD_WORDS:
+        scores = _forbid(scores, words, tables)
     if flags & FLAG_BANNED:
         scores = _ban(scores, words, positions, tables)
     return scores
@@ -92,9 +96,22 @@ def _edits(words: torch.Tensor, tables: RowTables) -> tuple[torch.Tensor, torch.
     return tables.edit_ids[slots], tables.edit_values[slots]
 
 
+def _forbid(scores: torch.Tensor, words: torch.Tensor, tables: RowTables) -> torch.Tensor:
+    """The last token of each bad word whose other tokens the row's output ends with."""
+    slots = words[:, BAD_WORDS_SLOT].long()
+    entries, tails = tables.bad_words[slots], tables.tails[slots].unsqueeze(1)
+    lasts, before = entries[..., 0].long(), entries[..., 1:]
+    is_near = ((before == tails) | (before == 0)).all(-1) & (lasts > 0)
+    return _unless_all(scores, scores.scatter_add(1, (lasts - 1).clamp(min=0), torch.where(is_near, -_INF, 0.0)))
+
+
 def _ban(scores: torch.Tensor, words: torch.Tensor, positions: torch.Tensor, tables: RowTables) -> torch.Tensor:
-    """A row that would have nothing left keeps what it had: a grammar that has come to its end may end."""
+    """A grammar that has come to its end may end."""
     ids, values = _edits(words, tables)
     early = (positions < words[:, BAN_UNTIL]).unsqueeze(1)
-    banned = scores.scatter_add(1, ids, torch.where(early & (values == -_INF), values, 0.0))
+    return _unless_all(scores, scores.scatter_add(1, ids, torch.where(early & (values == -_INF), values, 0.0)))
+
+
+def _unless_all(scores: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """A row that would have nothing left keeps what it had."""
     return torch.where(banned.amax(-1, keepdim=True) > -_INF, banned, scores)

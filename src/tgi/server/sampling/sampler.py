@@ -6,7 +6,9 @@
    c. repetition penalty, over prompt and output: a negative logit is multiplied by it, another divided
    d. frequency and presence penalty, over the output: logit - (count · frequency + [count > 0] · presence)
    e. grammar: tokens that `allowed` does not name become impossible (-inf)
-   f. min_new_tokens: ids that would end the row too early become impossible, unless nothing else is possible
+   f. bad words: the last token of a word becomes impossible where the row's output ends with its others
+   g. min_new_tokens: ids that would end the row too early become impossible
+   Of f and g each is left out where it would leave nothing possible: a row that may only end, ends
 2. best: the row's largest logit; a row whose best is not finite (a NaN, +inf, or nothing possible) is marked `is_nan`
 3. temperature: score = (logit - best) / temperature
 4. top-k, then top-p of what is left, then min-p, then typical-p of what is left (`warpers`): the rest can no longer be

@@ -5,6 +5,7 @@ Made when a row first asks and doubled when more do, so rows without such a feat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class Edits:
         slot = self._slots.take()
         width = self.ids.shape[1]
         if len(entries) > width:
-            width = 1 << (len(entries) - 1).bit_length()
+            width = _power_of_two(len(entries))
         if self._slots.size > len(self.ids) or width > self.ids.shape[1]:
             self.ids = grown(self.ids, self._slots.size, width)
             self.values = grown(self.values, self._slots.size, width)
@@ -103,3 +104,50 @@ class Edits:
 
     def remove(self, slot: int) -> None:
         self._slots.give_back(slot)
+
+
+class BadWords:
+    """Sequences that a row's output may not hold, and its last outputs, on which their last tokens hang.
+
+    Like counts, the outputs are the device's: there alone the last ids are known when a step is launched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._slots = Slots()
+        self.words = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)  # as RowTables.bad_words
+        self.tails = torch.zeros(1, 1, dtype=torch.int32, device=device)
+
+    def add(self, words: Sequence[Sequence[int]], generated_ids: npt.NDArray[np.uint32]) -> int:
+        slot = self._slots.take()
+        self._make_room(len(words), max(map(len, words)))
+        _, count, length = self.words.shape
+        entries = np.zeros((count, length), np.int32)
+        for index, word in enumerate(words):
+            entries[index, : len(word)] = np.array(word[::-1], np.int32) + 1
+        tail = np.zeros(length - 1, np.int32)
+        newest = generated_ids[:-length:-1]
+        tail[: len(newest)] = newest.astype(np.int32) + 1
+        upload(entries, self.words[slot])
+        upload(tail, self.tails[slot])
+        return slot
+
+    def _make_room(self, count: int, length: int) -> None:
+        """For a slot more, of so many words of so many tokens."""
+        slots, width, depth = self._slots.size, *self.words.shape[1:]
+        width, depth = max(width, _power_of_two(count)), max(depth, _power_of_two(length))
+        if (slots, width, depth) != tuple(self.words.shape):
+            self.words = grown(self.words, slots, width, depth)
+            self.tails = grown(self.tails, slots, depth - 1)
+
+    def remove(self, slot: int) -> None:
+        self._slots.give_back(slot)
+
+    def push(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """The ids [n] int64 are the newest outputs of the slots [n] int64. What slot 0 is told is nobody's."""
+        tails = torch.cat([ids.unsqueeze(1).to(torch.int32) + 1, self.tails[slots, :-1]], dim=1)
+        self.tails.index_copy_(0, slots, tails)
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is not below."""
+    return 1 << (count - 1).bit_length()

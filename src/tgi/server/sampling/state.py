@@ -14,9 +14,11 @@ import torch
 
 from tgi.errors import InvalidRequest
 from tgi.server.ops.sampling import (
+    BAD_WORDS_SLOT,
     BAN_UNTIL,
     COUNT_SLOT,
     EDIT_SLOT,
+    FLAG_BAD_WORDS,
     FLAG_BANNED,
     FLAG_BIASED,
     FLAG_PENALISED,
@@ -31,7 +33,7 @@ from tgi.server.ops.sampling import (
     RowTables,
     sample_kernel,
 )
-from tgi.server.sampling.slots import Edits, TokenCounts, upload
+from tgi.server.sampling.slots import BadWords, Edits, TokenCounts, upload
 from tgi.shard_client.messages import Sampling
 
 WATERMARK_GAMMA, WATERMARK_DELTA = 0.5, 2.0  # TGI's
@@ -46,7 +48,8 @@ class SamplingState:
     """Parameters of `max_rows` permanent rows. A row that was never added, or was removed, is greedy.
 
     Memory: 64 bytes a row. From the first such row on (`slots`), further 4 × vocabulary bytes for each row with
-    penalties, and for each with biased or banned ids 12 × the most that any row has had.
+    penalties, for each with biased or banned ids 12 × the most that any row has had, and for each with bad words 4 ×
+    the most words × the tokens of the longest.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class SamplingState:
             self.table = self.table.to(device)
         self._counts = TokenCounts(vocab_size, device)
         self._edits = Edits(device)
+        self._bad_words = BadWords(device)
         self._green_limit = round(min(max(watermark_gamma, 0.0), 1.0) * 2**32)
         self._green_delta = watermark_delta
         self.kernel = sample_kernel(device.type)  # compiled here, before anybody waits
@@ -97,6 +101,8 @@ class SamplingState:
             words[EDIT_SLOT] = self._edits.add(entries)
         if words[FLAGS] & FLAG_PENALISED:
             words[COUNT_SLOT] = self._counts.add(prompt_ids, generated_ids)
+        if sampling.bad_words:
+            words[BAD_WORDS_SLOT] = self._bad_words.add(sampling.bad_words, generated_ids)
         last = generated_ids if len(generated_ids) else prompt_ids
         words[LAST_ID] = int(last[-1]) if len(last) else 0
         self._host[row] = words
@@ -110,6 +116,8 @@ class SamplingState:
             self._counts.remove(int(words[COUNT_SLOT]))
         if words[EDIT_SLOT]:
             self._edits.remove(int(words[EDIT_SLOT]))
+        if words[BAD_WORDS_SLOT]:
+            self._bad_words.remove(int(words[BAD_WORDS_SLOT]))
         self._host[row] = self._neutral
 
     def flags(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> int:
@@ -123,9 +131,14 @@ class SamplingState:
     def commit(self, rows: torch.Tensor, ids: torch.Tensor, flags: int) -> None:
         """The rows [n] have got the ids [n] (int64): the last operation of their step (rule 3). `flags`: the step's."""
         if flags & FLAG_PENALISED:
-            self._counts.count(self.table[:, COUNT_SLOT].index_select(0, rows).long(), ids)
+            self._counts.count(self._slots_of(rows, COUNT_SLOT), ids)
+        if flags & FLAG_BAD_WORDS:
+            self._bad_words.push(self._slots_of(rows, BAD_WORDS_SLOT), ids)
         if flags & FLAG_WATERMARK:
             self.table.view(-1).index_copy_(0, rows * NUM_WORDS + LAST_ID, ids.to(torch.int32))
+
+    def _slots_of(self, rows: torch.Tensor, word: int) -> torch.Tensor:
+        return self.table[:, word].index_select(0, rows).long()
 
     @property
     def tables(self) -> RowTables:
@@ -134,6 +147,8 @@ class SamplingState:
             self._counts.table,
             self._edits.ids,
             self._edits.values,
+            self._bad_words.words,
+            self._bad_words.tails,
             self._green_limit,
             self._green_delta,
         )
@@ -177,6 +192,7 @@ def _flags(sampling: Sampling) -> int:
         FLAG_PENALISED: is_penalised,
         FLAG_BIASED: bool(sampling.logit_bias),
         FLAG_WATERMARK: sampling.watermark,
+        FLAG_BAD_WORDS: bool(sampling.bad_words),
         FLAG_TYPICAL: sampling.do_sample and sampling.typical_p < 1.0,
     }
     return sum(flag for flag, is_used in used.items() if is_used)
@@ -201,4 +217,10 @@ def refuse_invalid(sampling: Sampling, vocab_size: int) -> None:
             raise InvalidRequest(
                 f"`logit_bias` names a token id outside the vocabulary of {vocab_size}, or a value that is not finite",
                 "logit_bias",
+            )
+    for word in sampling.bad_words:
+        if not word or max(word) >= vocab_size:
+            raise InvalidRequest(
+                f"`bad_words` names a token id outside the vocabulary of {vocab_size}, or a word without tokens",
+                "bad_words",
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,21 +33,42 @@ def load_into(
     (first, last), *inner = bounds
     row_elements = max(1, math.prod(stop - start for start, stop in inner))
     rows = max(1, CHUNK_ELEMENTS // row_elements)
-    for start in range(first, last, rows):
+
+    def load(start: int) -> None:
         stop = min(start + rows, last)
         part = checkpoint.read(name, shape, (slice(start, stop), *(slice(*bound) for bound in inner)))
         _check_numbers(part, name, destination.dtype)
         destination[start - first : stop - first].copy_(part)
+
+    with _one_thread_an_operation():
+        for start in range(first, last, rows):
+            load(start)
+
+
+@contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """A chunk is too small to share: where other processes want the cores too, threads would wait for each other after
+    every one of its many operations, for longer than the whole chunk takes one of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_numbers(part: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """One broken weight makes every answer nonsense, and no request can tell why."""
     if not part.is_cpu or not part.is_floating_point() or not part.numel():
         return  # random weights are made on the device, which nobody waits for here
+    limit = torch.finfo(dtype).max
+    # No number is further from zero than all of them together: one quick pass, which settles it for whole models.
+    if torch.linalg.vector_norm(part).item() <= limit:
+        return
     least, most = (bound.item() for bound in torch.aminmax(part))
     if not (math.isfinite(least) and math.isfinite(most)):
         raise StartupError(f"The weights of {name} hold values that are no finite numbers; fetch the model again")
-    if max(-least, most) > torch.finfo(dtype).max:
+    if max(-least, most) > limit:
         kind = str(dtype).removeprefix("torch.")
         raise StartupError(
             f"The weights of {name} reach {max(-least, most):g}, which {kind} cannot hold; choose --dtype bfloat16 or "

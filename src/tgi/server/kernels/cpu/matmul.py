@@ -96,11 +96,13 @@ class PanelLinear:
 def _panels(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] -> [panels, in, PANEL]"""
     size_out, size_in = weight.shape
-    panels = weight.new_zeros(-(-size_out // PANEL), size_in, PANEL)
+    panels = weight.new_empty(-(-size_out // PANEL), size_in, PANEL)
     full = size_out // PANEL
     panels[:full] = weight[: full * PANEL].view(full, PANEL, size_in).transpose(1, 2)
     if full < len(panels):
-        panels[full, :, : size_out - full * PANEL] = weight[full * PANEL :].T
+        rest = size_out - full * PANEL
+        panels[full, :, :rest] = weight[full * PANEL :].T
+        panels[full, :, rest:] = 0
     return panels
 
 

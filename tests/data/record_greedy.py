@@ -2,11 +2,11 @@
 
     python -m tests.data.record_greedy MODEL.gguf tests/data/NAME_greedy.json [--tokens 48]
 
-The JSON file is read for its `prompts` (kind, prompt, text_in, input_ids) and written anew with their answers in float32
-and bfloat16: ids up to the end of the text, log-probabilities, and the margins by which each token was the best. A prompt
-without `input_ids` is tokenized by the sentencepiece library. Nothing that decides here is this project's: the blocks
-are decoded by the `gguf` package, configuration and order of rows are transformers' own. (transformers' reader does the
-rest as well, but takes minutes.)
+The JSON file is read for its `prompts` (kind, prompt, text_in, input_ids) and written anew with their answers in
+float32 and bfloat16: ids up to the end of the text, log-probabilities, and the margins by which each token was the
+best. A prompt without `input_ids` is tokenized by the sentencepiece library. Nothing that decides here is this
+project's: the blocks are decoded by the `gguf` package, configuration and order of rows are transformers' own. (Its
+reader does the rest as well, but takes minutes.)
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def write_checkpoint(model: Path, directory: Path) -> None:
 
 
 @torch.inference_mode()
-def answer(model: Any, prompt: list[int], tokens: int, eos: set[int]) -> dict[str, list[Any]]:
+def answer(model: Any, prompt: list[int], tokens: int, eos: int) -> dict[str, list[Any]]:
     ids: list[int] = []
     logprobs: list[float] = []
     margins: list[float] = []
     step, cache = torch.tensor([prompt]), None
-    while len(ids) < tokens and not eos.intersection(ids[-1:]):
+    while len(ids) < tokens and ids[-1:] != [eos]:
         output = model(step, past_key_values=cache, use_cache=True)
         cache, logits = output.past_key_values, output.logits[0, -1].float()
         best, second = logits.topk(2).values.tolist()
@@ -88,7 +88,7 @@ def record(path: Path, prompts: list[dict[str, Any]], tokens: int) -> list[dict[
         for label, dtype in FORMATS.items():
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
             for entry in entries:
-                found = answer(model, entry["input_ids"], tokens, set(tokenizer.eos_ids))
+                found = answer(model, entry["input_ids"], tokens, model.config.eos_token_id)
                 entry[label] = {"ids": found["ids"], "text": tokenizer.decode(found["ids"]), **found}
                 print(label, entry["prompt"], "->", entry[label]["text"])
     for entry in entries:

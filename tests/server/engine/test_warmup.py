@@ -13,6 +13,7 @@ from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.engine.warmup import EVERYTHING, SCORED_TOPS, WarmUp, prefill_budget, size_cache
 from tgi.server.ops.sampling import (
+    FLAG_BAD_WORDS,
     FLAG_BIASED,
     FLAG_PENALISED,
     FLAG_RAW,
@@ -104,5 +105,5 @@ def test_the_worst_step_uses_whatever_takes_memory(tmp_path: Path) -> None:
     assert scored[0].top_ids.shape == (4 * 19, SCORED_TOPS)
     state = shard.runner._state
     assert state is not None
-    every = FLAG_SAMPLED | FLAG_RAW | FLAG_TYPICAL | FLAG_PENALISED | FLAG_BIASED | FLAG_WATERMARK
+    every = FLAG_SAMPLED | FLAG_RAW | FLAG_TYPICAL | FLAG_PENALISED | FLAG_BIASED | FLAG_WATERMARK | FLAG_BAD_WORDS
     assert state.flags(np.arange(1, 5), np.full(4, 20)) == every

@@ -128,6 +128,7 @@ def ask(mask: object = None, layer: int | None = 3, **options: object) -> Noted:
     return step
 
 
+@pytest.mark.row("E: Transformers fallback")
 def test_options_are_passed_on() -> None:
     sinks = torch.ones(2)
     asked = ask(sliding_window=24, softcap=5.0, s_aux=sinks, use_cache=False, position_ids=torch.arange(5))

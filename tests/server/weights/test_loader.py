@@ -89,6 +89,33 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused() -> None:
     load_into(torch.empty(4, 4, dtype=torch.bfloat16), RecordingCheckpoint(tensor), "t", (4, 4))
 
 
+def test_large_but_finite_numbers_pass() -> None:
+    """Together they exceed what float16 holds, none of them does."""
+    tensor = torch.full((64, 32), 6e4)
+    destination = torch.empty(64, 32, dtype=torch.float16)
+    load_into(destination, RecordingCheckpoint(tensor), "t", (64, 32))
+    assert torch.equal(destination, tensor.half())
+
+
+def test_reading_uses_one_thread_and_gives_the_others_back() -> None:
+    class Counting(RecordingCheckpoint):
+        def read(self, name: str, shape: tuple[int, ...], region: Region = ()) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return super().read(name, shape, region)
+
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        load_into(torch.empty(2, 2), Counting(torch.ones(2, 2)), "t", (2, 2))
+        with pytest.raises(StartupError):
+            load_into(torch.empty(2, 2), Counting(torch.full((2, 2), math.nan)), "t", (2, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1]
+
+
 def test_what_nobody_read_is_named() -> None:
     def tracked(*left: str) -> TrackedCheckpoint:
         checkpoint = TrackedCheckpoint(RecordingCheckpoint(torch.ones(2, 2), *left))

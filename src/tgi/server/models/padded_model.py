@@ -16,7 +16,7 @@ import torch
 
 from tgi.errors import StartupError
 from tgi.server.context import CacheShape, ForwardContext
-from tgi.server.models.transformers_parts import DecoderHead, EncoderDecoderHead, cache_name
+from tgi.server.models.transformers_parts import DecoderHead, EncoderDecoderHead, cache_name, learned_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,4 +166,6 @@ def _accounted(config: ModelConfig, module: torch.nn.Module) -> CacheShape:
     """No paged memory; what the router's blocks stand for is what transformers' caches will take."""
     itemsize = next(module.parameters()).element_size()
     kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    return CacheShape(0, config.num_kv_heads, config.num_heads, config.head_dim, config.head_dim, token_bytes=kept)
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    longest = learned_positions(module)
+    return CacheShape(0, kv_heads, heads, head_dim, head_dim, token_bytes=kept, max_positions=longest)

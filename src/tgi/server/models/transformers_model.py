@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from tgi.server.layers.source import Source
 from tgi.server.models.model import CausalLM
 from tgi.server.models.padded_model import PaddedDecoder, PaddedEncoderDecoder
 from tgi.server.models.transformers_attention import NAME, NotPaged, attending, register
-from tgi.server.models.transformers_parts import DecoderHead, gap
+from tgi.server.models.transformers_parts import DecoderHead, gap, learned_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -91,7 +92,7 @@ class PagedModel:
             found = self._in_two_steps(ids, trial)
             if (off := gap(found, expected)) != 0.0:
                 raise NotPaged(f"over a paged cache it says something else (off by {off:.2g})")
-            return trial.cache_shape()
+            return replace(trial.cache_shape(), max_positions=learned_positions(body))
         except Exception as error:
             body.set_attn_implementation(own)
             for module, values in frozen:
@@ -218,9 +219,8 @@ def _settings(what: str, path: Path) -> PreTrainedConfig:
 def _load(what: str, settings: PreTrainedConfig, source: Source, path: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    kind = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
-    known: Any = kind._model_mapping
-    if type(settings) not in known:
+    kind: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
+    if type(settings) not in kind._model_mapping:
         raise StartupError(f"{what} is not supported: transformers has no model of it that generates text")
     if not source.checkpoint.names():  # random weights
         with source.device:

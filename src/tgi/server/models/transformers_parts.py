@@ -109,6 +109,14 @@ def cache_name(module: torch.nn.Module) -> str:
     raise StartupError(f"{type(module).__name__} of transformers cannot be served: it keeps no cache")
 
 
+def learned_positions(module: torch.nn.Module) -> int | None:
+    """How many positions there are, where they are learned and so come to an end."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding) and "position" in name.rpartition(".")[2]:
+            return part.num_embeddings - int(getattr(part, "offset", 0))  # some tables begin with rows for padding
+    return None
+
+
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """How far two [tokens, n] are apart, relative, for the token in the middle; 0.0 where that is no more than another
     order of summation makes."""

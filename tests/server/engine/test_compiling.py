@@ -65,8 +65,10 @@ def test_what_another_thread_compiles_holds_up_no_step(liveness: Noted) -> None:
     assert not liveness.phases
 
 
+@pytest.mark.gpu  # where triton is
 def test_triton_says_when_it_compiles(liveness: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = pytest.importorskip("triton.knobs")
+    from triton import knobs  # pyright: ignore[reportMissingImports]
+
     asked: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **details: asked.append(details["key"]))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)

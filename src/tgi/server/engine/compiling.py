@@ -33,7 +33,7 @@ def _watch_numba(liveness: Liveness, thread: int) -> None:
 
 
 def _watch_triton(liveness: Liveness, thread: int) -> None:
-    from triton import knobs
+    from triton import knobs  # pyright: ignore[reportMissingImports]  (comes with torch for CUDA)
 
     before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
 

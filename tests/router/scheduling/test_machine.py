@@ -300,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self._open_runs():
                 break
             self._watched(self.link.round)
-        self.link.run()
+        self._watched(self.link.run)  # a row whose client has just gone may still kill the shard
         core = self.link.core
         assert not core.rows, "a row waits for ever"
         assert not core.queue, "a request waits for ever"

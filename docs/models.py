@@ -29,9 +29,11 @@ THROUGH = (
     "one shard. At start it is asked whether it says the same over our KV cache as by itself, and the log says how it\n"
     "goes on:\n\n"
     "- *paged*: with our attention, as the families above: chunked prompts, prefix caching, preemption;\n"
-    "- *row by row*: where it takes no other attention or keeps more than keys and values, with transformers' caches:\n"
-    "  whole prompts, no prefix caching, the rows of a step one after the other. So do encoder-decoders; they give no\n"
-    "  logprobs of the prompt.\n\n"
+    "- *padded*: where it takes no other attention or keeps more than keys and values, with transformers' caches:\n"
+    "  whole prompts, one after the other, no prefix caching. So do encoder-decoders; they give no logprobs of\n"
+    "  the prompt. Requests that generate go through the model together, over one padded cache for those of\n"
+    "  similar length, where it says the same that way (biogpt, T5); where its positions cannot be told (BART), those\n"
+    "  of one length do; where it keeps more than keys and values (lfm2), row by row.\n\n"
     "Weights of such models are safetensors, unquantised. Tested are:"
 )
 
@@ -48,7 +50,7 @@ def render() -> str:
         shards = "any" if all(row.ranks > 1 for row in rows) else "1"
         lines.append(f"| `{model_type}` | `models/{MODULES[model_type]}.py` | {tested} | {shards} |")
     lines += ["", THROUGH, "", "| model_type | runs | tested |", "| --- | --- | --- |"]
-    for way, rows in (("paged", THROUGH_TRANSFORMERS), ("row by row", PADDED)):
+    for way, rows in (("paged", THROUGH_TRANSFORMERS), ("padded", PADDED)):
         lines += [f"| `{row.name}` | {way} | {row.covers} |" for row in rows]
     return "\n".join(lines) + "\n"
 

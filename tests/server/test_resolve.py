@@ -1,4 +1,4 @@
-"""Environment -> ShardConfig: watermark and prompt logprobs."""
+"""Environment -> ShardConfig: watermark, prompt logprobs, the length of a request."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def test_a_watermark_has_tgis_defaults_and_variables() -> None:
 def test_a_watermark_that_means_nothing_is_refused_by_name(environment: dict[str, str]) -> None:
     with pytest.raises(StartupError, match=f"^{next(iter(environment))} must be"):
         resolved(**environment)
+
+
+def test_the_length_of_a_request_is_known_before_the_model_is_built() -> None:
+    assert resolved().max_total_tokens is None
+    assert resolved(MAX_TOTAL_TOKENS="2048").max_total_tokens == 2048
+    with pytest.raises(StartupError, match=r"^MAX_TOTAL_TOKENS must be at least 1; it is 0$"):
+        resolved(MAX_TOTAL_TOKENS="0")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class ShardConfig:
     wiggle_room: float  # fraction of the free memory that the KV cache may use
     cuda_memory_fraction: float
     max_batch_size: int | None
+    max_total_tokens: int | None = None  # of one request; None: found at warm-up
     load_format: str = "auto"  # "dummy": random weights made on the device
     hung_after: float = 30.0  # seconds: a running step that takes less is never hung
     budget_scale: float = 1.0  # of the prefill budget

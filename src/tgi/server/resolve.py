@@ -68,6 +68,9 @@ def resolve(
         raise StartupError(f"WATERMARK_GAMMA must be between 0 and 1, both exclusive; it is {gamma}")
     if not math.isfinite(delta):
         raise StartupError(f"WATERMARK_DELTA must be a finite number; it is {delta}")
+    max_total_tokens = env.get("MAX_TOTAL_TOKENS", source)
+    if max_total_tokens is not None and max_total_tokens < 1:
+        raise StartupError(f"MAX_TOTAL_TOKENS must be at least 1; it is {max_total_tokens}")
     backend = select_backend(env.get("ATTENTION", source), platform.device_type)
     prefix_caching = env.get("PREFIX_CACHING", source)
     if args.load_format not in ("auto", "dummy"):
@@ -96,6 +99,7 @@ def resolve(
         wiggle_room=wiggle_room,
         cuda_memory_fraction=env.get("CUDA_MEMORY_FRACTION", source),
         max_batch_size=env.get("MAX_BATCH_SIZE", source),
+        max_total_tokens=max_total_tokens,
         load_format=args.load_format,
         hung_after=args.hung_after,
         budget_scale=args.budget_scale,

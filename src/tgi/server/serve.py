@@ -123,7 +123,8 @@ def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: 
         checkpoint = TrackedCheckpoint(open_checkpoint(config.model_path))
     try:
         plugins = config.model_plugins
-        model = build_model(model_config, checkpoint, dtype, device, group, plugins=plugins, path=config.model_path)
+        longest = config.max_total_tokens
+        model = build_model(model_config, checkpoint, dtype, device, group, longest, plugins, config.model_path)
         if has_module(model_config.model_type, plugins):
             has_drafts = bool(model_config.raw.get("num_nextn_predict_layers"))
             checkpoint.check_all_read(model_config.num_layers if has_drafts else None)

@@ -144,6 +144,24 @@ def test_every_control_gives_the_same_alone_together_in_chunks_ahead_and_resumed
         assert [answer.ids for answer in resumed] == [ids[known:] for ids in alone]
 
 
+@pytest.mark.fault("vllm#5898", "vllm#51187")
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="without AVX-512 products are oneDNN's")
+def test_an_answer_has_the_same_bits_alone_and_in_company_of_47(model_path: Path) -> None:
+    """Ids and logprobs, greedy and drawn, the longer prompts read in one piece or in several beside decoding rows."""
+    shard = TinyShard(model_path, attention="cpu", max_rows=64)
+    draws = Sampling(do_sample=True, seed=4, temperature=0.8, top_p=0.9)
+    requests = list(itertools.product(PROMPTS, (Sampling(), draws)))
+
+    def told(stagger: int, repeats: int) -> list[tuple[list[int], list[float]]]:
+        shard.reset()
+        admits = [shard.admit(prompt, NEW, sampling=how) for prompt, how in requests * repeats]
+        return [(answer.ids, answer.logprobs) for answer in shard.run(admits, stagger=stagger)]
+
+    alone = told(stagger=NEW + 10, repeats=1)
+    for stagger in (0, 1):
+        assert told(stagger, repeats=4) == alone * 4
+
+
 def test_bad_words_hold_in_chunks_ahead_and_resumed(model_path: Path, shard: TinyShard) -> None:
     """Each request is forbidden what it would have written: pieces of one to five tokens."""
     shard.reset()

@@ -107,3 +107,13 @@ def test_the_worst_step_uses_whatever_takes_memory(tmp_path: Path) -> None:
     assert state is not None
     every = FLAG_SAMPLED | FLAG_RAW | FLAG_TYPICAL | FLAG_PENALISED | FLAG_BIASED | FLAG_WATERMARK | FLAG_BAD_WORDS
     assert state.flags(np.arange(1, 5), np.full(4, 20)) == every
+
+
+def test_no_request_is_longer_than_what_the_model_was_built_for(tmp_path: Path) -> None:
+    device = LeaderDevice(TinyShard(write_tiny_llama(tmp_path / "tiny")).runner, [])
+    config = resolve(ServeArgs(model_id="m"), tmp_path, detect(), {"ATTENTION": "cpu", "MAX_TOTAL_TOKENS": "64"})
+    warm_up = WarmUp(device, config, detect(), 512)
+    with pytest.raises(StartupError, match=r"^--max-total-tokens 65 is more than the MAX_TOTAL_TOKENS of 64"):
+        warm_up.run(request(max_total_tokens=65))
+    result, _ = warm_up.run(WarmupRequest(max_batch_prefill_tokens=64, max_rows=2, max_batch_total_tokens=256))
+    assert result.max_total_tokens == 64

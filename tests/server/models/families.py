@@ -626,7 +626,7 @@ THROUGH_TRANSFORMERS: tuple[Family, ...] = (
     ),
     Family("nemotron", "NemotronConfig", "LayerNorms with offsets", ranks=1),
 )
-# Over caches of transformers, row by row.
+# Over caches of transformers.
 PADDED: tuple[Family, ...] = (
     Family("biogpt", "BioGptConfig", "a decoder that takes no attention function", deviation=0.3, ranks=1),
     Family(

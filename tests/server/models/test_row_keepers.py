@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from tgi.server.engine.engine import Limits
 from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.engine.warmup import WarmUp
-from tgi.server.models.padded_model import PaddedDecoder
+from tgi.server.models import padded_model
+from tgi.server.models.padded_model import Batching, PaddedDecoder, PaddedEncoderDecoder
 from tgi.server.platforms.detect import detect
 from tgi.server.resolve import ServeArgs, resolve
 from tgi.shard_client.messages import Command, WarmupRequest, WarmupResult
 
 NEW = 24
-T5 = next(row for row in PADDED if row.name == "t5")
+T5, BART = (next(row for row in PADDED if row.name == name) for name in ("t5", "bart"))
 RESUMED = 9
 WHOLE = PrefillBudget(alone=100, beside_decode=100, chunked=False)
 CHUNKS = PrefillBudget(alone=24, beside_decode=12, chunked=True)
@@ -102,6 +103,77 @@ def _stuttering(shard: TinyShard, prompt: Sequence[int]) -> list[int]:
         engine.launch(plan)
         answer += engine.collect().token_ids
     return answer
+
+
+@pytest.mark.parametrize(
+    ("row", "forwards"),
+    [
+        pytest.param(T5, 1, id="t5"),
+        pytest.param(PADDED[0], 1, id="biogpt", marks=pytest.mark.slow),
+        pytest.param(BART, 3, id="bart", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_decode_in_one_forward_a_step_also_where_one_fails_or_is_run_again(
+    row: Family, forwards: int, tmp_path: Path
+) -> None:
+    """Of BART, whose positions come from its cache, those that have said as much as each other."""
+    shard, reference = shard_of(row, tmp_path)
+    engine, model = shard.engine, shard.runner.model
+    assert isinstance(model, PaddedDecoder | PaddedEncoderDecoder)
+    prompts = [*PROMPTS, PROMPTS[1][::-1]]
+    admits = [shard.admit(prompt, NEW) for prompt in prompts]
+    answers: dict[int, list[int]] = {admit.handle: [] for admit in admits}
+    calls = _Calls(model.module)
+    for new in (admits[:1], admits[1:2], admits[2:], []):
+        engine.apply(Command(admit=list(new)))
+        for number in range(1 if new else NEW):
+            if (plan := engine.plan()) is None:
+                break
+            if number % 5 == 2:
+                calls.fail_in_the_middle(lambda plan=plan: shard.runner.forward(plan))
+            if number % 5 > 2:
+                shard.runner.forward(plan)
+            calls.rows.clear()
+            engine.launch(plan)
+            assert new or len(calls.rows) == forwards or len(plan.rows) < len(prompts)
+            for handle, token in zip(plan.handles[plan.samples].tolist(), engine.collect().token_ids, strict=True):
+                answers[handle].append(token)
+    for prompt, answer in zip(prompts, answers.values(), strict=True):
+        assert len(answer) == NEW
+        assert_best(choices(reference, prompt, answer), answer, row.tolerance)
+
+
+class _Calls:
+    """The rows of each call of a model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.rows: list[int] = []
+        self._last = [part for part in module.modules() if isinstance(part, torch.nn.Linear)][-1]  # caches have grown
+        module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: torch.nn.Module, __: tuple[()], given: dict[str, Any]) -> None:
+        self.rows.append(len(given["decoder_input_ids" if "decoder_input_ids" in given else "input_ids"]))
+
+    def fail_in_the_middle(self, call: Callable[[], object]) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        hook = self._last.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            call()
+        hook.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "batching"), [(PADDED[0], Batching.EVEN), (T5, Batching.NONE)], ids=["biogpt", "t5"])
+def test_a_model_that_looks_at_padding_is_not_given_any(
+    row: Family, batching: Batching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are padded also where answers have one length."""
+    monkeypatch.setattr(padded_model, "mask_of", lambda pads, width, _: torch.ones(len(pads), width, dtype=torch.int64))
+    shard, _ = shard_of(row, tmp_path)
+    assert isinstance(shard.runner.model, PaddedDecoder | PaddedEncoderDecoder)
+    assert shard.runner.model.batching is batching
 
 
 @pytest.mark.slow
@@ -175,7 +247,7 @@ def test_where_nothing_grows_with_a_text_every_row_may_have_all_it_wants(tmp_pat
 @pytest.mark.slow
 def test_caches_of_transformers_are_counted_as_blocks(tmp_path: Path) -> None:
     shard, _ = shard_of(T5, tmp_path)
-    token_bytes = 2 * 2 * 4 * 12 * 4  # keys and values, layers, heads, their size, float32
+    token_bytes = 2 * 2 * 2 * 4 * 12 * 4  # and padding: keys and values, layers, heads, their size, float32
     assert shard.runner.model.cache_shape.token_bytes == token_bytes
     result, _ = warm_up(shard, tmp_path, max_rows=4, max_total_tokens=256)
     assert result.max_batch_total_tokens >= 256

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -158,9 +159,35 @@ def test_draws_follow_transformers_distribution(path, controls):
         state.add(index, sampling, prompt, generated)
     rows = torch.arange(draws)
     output = choose(state, row.expand(draws, -1).contiguous(), rows, rows % 50)
+    assert_drawn_from(by_transformers(row, samplings[0], prompt, generated), output.ids)
 
-    expected = torch.softmax(by_transformers(row, samplings[0], prompt, generated).double(), 0) * draws
-    counts = torch.bincount(output.ids, minlength=vocab_size).double()
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("controls", [{}, {"top_p": 0.7}, {"temperature": 1.3, "top_k": 6, "repetition_penalty": 1.5}])
+@pytest.mark.parametrize("min_new_tokens", [5, 6])
+def test_draws_before_and_behind_the_least_length(path, controls, min_new_tokens):
+    """Behind 5 generated tokens: of 5 no end is forbidden any more, of 6 the last one is."""
+    draws, vocab_size = 4000, 16
+    row = torch.randn(vocab_size, generator=torch.Generator().manual_seed(6)) * 1.5
+    ends = row.topk(3).indices.tolist()[::2]
+    prompt, generated = np.array([1, 2, 3, 3], np.uint32), np.array([4, 4, 4, 2, 8], np.uint32)
+    samplings = [Sampling(do_sample=True, seed=seed * 0x9E3779B97F4A7C15 % 2**64, **controls) for seed in range(draws)]
+    state = make_state(samplings, vocab_size, path)
+    for index, sampling in enumerate(samplings):
+        state.add(index, sampling, prompt, generated, len(prompt) + min_new_tokens, ends)
+    rows = torch.arange(draws)
+    positions = torch.full_like(rows, len(prompt) + len(generated))
+    output = choose(state, row.expand(draws, -1).contiguous(), rows, positions)
+
+    ids = torch.from_numpy(np.concatenate([prompt, generated]).astype(np.int64)).unsqueeze(0)
+    theirs = MinNewTokensLengthLogitsProcessor(len(prompt), min_new_tokens, ends)
+    assert_drawn_from(by_transformers(theirs(ids, row.unsqueeze(0))[0], samplings[0], prompt, generated), output.ids)
+
+
+def assert_drawn_from(scores: torch.Tensor, ids: torch.Tensor) -> None:
+    """By chi-square: `ids` [draws] follow the softmax of `scores` [vocab], and what is impossible is not among them."""
+    expected = torch.softmax(scores.double(), 0) * len(ids)
+    counts = torch.bincount(ids, minlength=len(scores)).double()
     possible = expected > 0
     assert not counts[~possible].any()
     # Cells of few expected draws are joined: the statistic is not one there.

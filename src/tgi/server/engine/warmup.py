@@ -153,9 +153,15 @@ class WarmUp:
         self._runner = device.runner
         self._config = config
         self._platform = platform
-        self._max_position = max_position or DEFAULT_MAX_POSITION
+        self._max_position = config.max_total_tokens or max_position or DEFAULT_MAX_POSITION
 
     def run(self, request: WarmupRequest) -> tuple[WarmupResult, Limits]:
+        built_for = self._config.max_total_tokens
+        if built_for is not None and (request.max_total_tokens or 0) > built_for:
+            raise StartupError(
+                f"--max-total-tokens {request.max_total_tokens} is more than the MAX_TOTAL_TOKENS of {built_for} that "
+                "this shard was started with; give both the same"
+            )
         runner = self._runner
         shape = runner.model.cache_shape
         backend = runner.backend

@@ -1,5 +1,5 @@
 """Architectures without a file here: transformers' own code, over our paged attention where it takes one, else with
-transformers' own caches, row by row (padded_model.py).
+transformers' own caches (padded_model.py).
 
 Whether an architecture takes our attention is asked of the model itself, once it is loaded: it must say the same over a
 cache in two steps beside another row as by its own attention in one. Never runs code that a checkpoint brings along.
@@ -46,14 +46,17 @@ def load_through_transformers(config: ModelConfig, source: Source, path: Path, l
     lm.config.return_dict = True
     num_bytes = weight_bytes(lm)
     if settings.is_encoder_decoder:
-        log.info("%s is served through transformers: encoder and decoder, row by row", what)
-        return PaddedEncoderDecoder(config, lm, num_bytes)
+        padded = PaddedEncoderDecoder(config, lm, num_bytes)
+        log.info("%s is served through transformers: encoder and decoder, %s", what, padded.batching.value)
+        return padded
     head = DecoderHead(lm)
     try:
         model = PagedModel(lm, head, longest or config.max_position_embeddings, num_bytes)
     except NotPaged as reason:
-        log.warning("%s is served through transformers, row by row with its own cache: %s", what, reason)
-        return PaddedDecoder(config, head, num_bytes)
+        padded = PaddedDecoder(config, head, num_bytes)
+        how = padded.batching.value
+        log.warning("%s is served through transformers, %s with its own cache: %s", what, how, reason)
+        return padded
     log.info("%s is served through transformers", what)
     return model
 

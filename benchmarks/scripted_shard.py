@@ -27,6 +27,8 @@ EPOCH = 1
 class ScriptedShard:
     """What V4Service asks of a shard. One thread makes the steps; a lock guards rows and the acknowledged step."""
 
+    tamper = None  # what it sends is never broken on purpose
+
     def __init__(self, token_ids: list[int], vocab_size: int, max_rows: int, window: int, step_s: float) -> None:
         self._ids = itertools.cycle(token_ids)
         self._vocab_size = vocab_size
@@ -71,7 +73,7 @@ class ScriptedShard:
     def clear(self) -> None:
         pass
 
-    def open_stream(self, outbox: Outbox) -> None:
+    def open_stream(self, outbox: Outbox, owner: str = "") -> None:
         opening = Opening(self._window, self._max_rows, NUM_BLOCKS, BLOCK_SIZE)
         with self._changed:
             self._rows, self._seen, self._number, self._outbox = {}, 0, 0, outbox

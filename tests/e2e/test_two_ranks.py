@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -47,20 +45,3 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     assert [answer.told for answer in together] == [answer.told for answer in alone]
     assert len(alone[0].ids) == 40
     assert re.fullmatch(GRAMMAR["value"], alone[2].text)
-
-
-@pytest.mark.slow
-@pytest.mark.row("C: Supervision, exit codes, signals")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_die_together(tmp_path: Path, rank: int) -> None:
-    model = write_tiny_llama(tmp_path / "model")
-    with launched("--model-id", str(model), "--num-shard", "2") as server:
-        shards = [pid for pid, command in server.launcher.family().items() if "text-generation-server" in command]
-        victim = next(pid for pid in shards if f"RANK={rank}".encode() in environment_of(pid))
-        os.kill(victim, signal.SIGKILL)
-        assert server.launcher.wait(30) == 1, server.log
-        assert server.launcher.lines[-1].startswith("Error: ShardFailed: rank "), server.log
-
-
-def environment_of(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,3 +138,38 @@ class Watch:
             if self._client.num_events != seen:
                 self.longest_s = max(self.longest_s, now - since)
                 seen, since = self._client.num_events, now
+
+
+class Faults:
+    """Those of one server, as attributes."""
+
+    slow: Switch  # so that the streams still run when something breaks
+
+    @property
+    def specs(self) -> list[str]:
+        """For `fragile`."""
+        return [fault.spec for fault in vars(self).values()]
+
+
+async def broken_midway(
+    server: Whole,
+    faults: Faults,
+    undisturbed: Undisturbed,
+    early: int,
+    what: str,
+    disturb: Callable[[], Awaitable[None]],
+) -> float:
+    """Break the server when each stream has had about `early` tokens; all must end as if nothing had been.
+
+    -> the longest pause of all of them together, seconds
+    """
+    with faults.slow.on():
+        async with Client(server.url) as client, asyncio.TaskGroup() as group, Watch(client) as watch:
+            tasks = [group.create_task(request.send(client)) for request in undisturbed.requests]
+            await all_running(client, len(tasks) * early)
+            ended = [task.result() for task in tasks if task.done()]
+            assert not ended, f"streams that ended too soon to tell anything: {ended}"
+            await disturb()
+            await asyncio.wait(tasks)
+    undisturbed.assert_same([task.result() for task in tasks], what)
+    return watch.longest_s

@@ -6,7 +6,6 @@ The server is broken while 32 streams run. What they say afterwards must be what
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import time
@@ -22,15 +21,16 @@ from tests.e2e.failures import (
     LIKELY_S,
     ROUTER,
     SHARD,
+    Faults,
     Switch,
     Trap,
     Undisturbed,
-    Watch,
     all_running,
+    broken_midway,
     fragile,
     kill,
 )
-from tests.e2e.servers import Whole, launched, until
+from tests.e2e.servers import Whole, until
 from tests.e2e.workload import Request, random_text
 from tests.fakes.tiny_model import write_tiny_llama
 from tests.fakes.tokenizer import unpacked
@@ -56,7 +56,7 @@ def tokenizer(model: Path) -> Tokenizer:
     return load_tokenizer(model)
 
 
-class Faults:
+class OneRankFaults(Faults):
     def __init__(self, directory: Path) -> None:
         self.slow = Switch(directory, "slow", ms=STEP_MS)
         self.memory = Switch(directory, "oom", min_rows=9)
@@ -66,18 +66,14 @@ class Faults:
         self.cut = Trap(directory, "cut", min_rows=8)
         self.corrupt = Trap(directory, "corrupt", min_rows=8)
 
-    @property
-    def specs(self) -> list[str]:
-        return [fault.spec for fault in vars(self).values()]
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> OneRankFaults:
+    return OneRankFaults(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, faults: Faults) -> Iterator[Whole]:
+def server(model: Path, faults: OneRankFaults) -> Iterator[Whole]:
     with fragile(model, faults.specs) as server:
         yield server
 
@@ -123,29 +119,21 @@ def undisturbed(server: Whole, tokenizer: Tokenizer) -> Undisturbed:
 
 
 async def disturbed(
-    server: Whole, faults: Faults, undisturbed: Undisturbed, what: str, disturb: Callable[[], Awaitable[None]]
+    server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, what: str, disturb: Callable[[], Awaitable[None]]
 ) -> float:
     """Break the server in the midst of the streams. -> the longest pause of all of them, seconds."""
-    with faults.slow.on():
-        async with Client(server.url) as client, asyncio.TaskGroup() as group, Watch(client) as watch:
-            tasks = [group.create_task(request.send(client)) for request in undisturbed.requests]
-            await all_running(client, len(tasks) * EARLY)
-            early = [task.result() for task in tasks if task.done()]
-            assert not early, f"streams that ended too soon to tell anything: {early}"
-            await disturb()
-            await asyncio.wait(tasks)
-    undisturbed.assert_same([task.result() for task in tasks], what)
+    gap_s = await broken_midway(server, faults, undisturbed, EARLY, what, disturb)
     async with Client(server.url) as client:  # and it goes on as if nothing had been
         again = await undisturbed.requests[0].send(client)
         assert again.told == undisturbed.answers[0].told
         assert await client.get("/health") == 200
         assert await client.metric("tgi_batch_current_size") == 0
         assert await client.metric("tgi_queue_size") == 0
-    return watch.longest_s
+    return gap_s
 
 
 @pytest.mark.row("G: 7 One failing request")
-def test_a_killed_shard(server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured) -> None:
+def test_a_killed_shard(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, measured: Measured) -> None:
     victim = 0
 
     async def disturb() -> None:
@@ -158,7 +146,7 @@ def test_a_killed_shard(server: Whole, faults: Faults, undisturbed: Undisturbed,
     assert gap_s < 5 * LIKELY_S
 
 
-def test_a_hung_step(server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured) -> None:
+def test_a_hung_step(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, measured: Measured) -> None:
     async def disturb() -> None:
         faults.hang.spring()
         await until(lambda: faults.hang.has_sprung, "the step hangs")
@@ -171,7 +159,7 @@ def test_a_hung_step(server: Whole, faults: Faults, undisturbed: Undisturbed, me
     assert gap_s < 5 * LIKELY_S
 
 
-def test_a_silent_shard(server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured) -> None:
+def test_a_silent_shard(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, measured: Measured) -> None:
     """Stopped as a whole: even its health does not answer."""
 
     async def disturb() -> None:
@@ -183,7 +171,7 @@ def test_a_silent_shard(server: Whole, faults: Faults, undisturbed: Undisturbed,
 
 
 @pytest.mark.parametrize("fault", ["cut", "corrupt"])
-def test_a_broken_stream(server: Whole, faults: Faults, undisturbed: Undisturbed, fault: str) -> None:
+def test_a_broken_stream(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, fault: str) -> None:
     """The connection between router and shard breaks, or what comes over it cannot be read: the shard lives on."""
     shard = server.launcher.child(SHARD)
     trap: Trap = getattr(faults, fault)
@@ -196,7 +184,7 @@ def test_a_broken_stream(server: Whole, faults: Faults, undisturbed: Undisturbed
     assert server.launcher.child(SHARD) == shard
 
 
-def test_no_memory_for_a_step(server: Whole, faults: Faults, undisturbed: Undisturbed) -> None:
+def test_no_memory_for_a_step(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed) -> None:
     """No step of more than 8 rows has room: all run on in smaller steps, nobody fails, the shard lives on."""
     shard = server.launcher.child(SHARD)
 
@@ -212,7 +200,7 @@ def test_no_memory_for_a_step(server: Whole, faults: Faults, undisturbed: Undist
 
 @pytest.mark.parametrize("kind", ["poison", "poisoned_step"])
 def test_a_poison(
-    server: Whole, faults: Faults, undisturbed: Undisturbed, tokenizer: Tokenizer, measured: Measured, kind: str
+    server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, tokenizer: Tokenizer, measured: Measured, kind: str
 ) -> None:
     """One request kills the shard, or breaks the step, wherever it runs: it alone fails, with 424."""
     clean = undisturbed.without(POISON, 12)
@@ -241,7 +229,7 @@ async def until_status(client: Client, path: str, status: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_killed_router(server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured) -> None:
+def test_a_killed_router(server: Whole, faults: OneRankFaults, undisturbed: Undisturbed, measured: Measured) -> None:
     """Clients see their connections end; the shard keeps its weights and serves the next router."""
     shard = server.launcher.child(SHARD)
 
@@ -295,30 +283,3 @@ def test_what_dies_again_and_again(model: Path, tmp_path: Path) -> None:
         assert server.launcher.wait() == 1, server.log
         assert set(statuses) <= {424, 503}, statuses
         assert "restarts" in server.launcher.lines[-1], server.log
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_live_and_die_together(model: Path, tokenizer: Tokenizer, measured: Measured, rank: int) -> None:
-    """Of two ranks one is killed while streams run: both are started again, and nobody notices."""
-    requests = kinds_of_requests()[12:20]
-    with launched("--model-id", str(model), "--dtype", "float32", "--num-shard", "2") as server:
-
-        async def run() -> float:
-            async with Client(server.url) as client:
-                undisturbed = await Undisturbed.measure(client, tokenizer, requests)
-                before = client.num_events
-                async with asyncio.TaskGroup() as group, Watch(client) as watch:
-                    tasks = [group.create_task(request.send(client)) for request in requests]
-                    await all_running(client, before + len(tasks) * EARLY)
-                    os.kill(rank_process(server, rank), signal.SIGKILL)
-                    await asyncio.wait(tasks)
-                undisturbed.assert_same([task.result() for task in tasks], f"rank {rank} killed")
-                return watch.longest_s
-
-        measured(f"rank {rank} of 2 killed: time until tokens flow again", asyncio.run(run()), "s")
-
-
-def rank_process(server: Whole, rank: int) -> int:
-    shards = [pid for pid, command in server.launcher.family().items() if SHARD in command]
-    [pid] = [pid for pid in shards if f"RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
-    return pid

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -17,7 +17,7 @@ import pytest
 from benchmarks.process import free_port
 from tests.conftest import Measured
 from tests.e2e.client import Client
-from tests.e2e.failures import LIKELY_S, SHARD, Switch, Trap, Undisturbed, Watch, all_running, fragile
+from tests.e2e.failures import LIKELY_S, SHARD, Faults, Switch, Trap, Undisturbed, broken_midway, fragile
 from tests.e2e.servers import START_S, Process, Whole, running, shard_command, until, wait_until
 from tests.e2e.workload import Request
 from tests.fakes.tiny_model import write_tiny_llama
@@ -44,7 +44,7 @@ def tokenizer(model: Path) -> Tokenizer:
     return load_tokenizer(model)
 
 
-class Faults:
+class TwoRankFaults(Faults):
     def __init__(self, directory: Path) -> None:
         self.slow = Switch(directory, "slow", ms=STEP_MS)
         self.leader_oom = Trap(directory, "oom", min_rows=4)
@@ -52,18 +52,14 @@ class Faults:
         self.follower_oom = Trap(directory / "1", "oom", min_rows=4, rank=1)
         self.follower_hang = Trap(directory / "1", "hang", min_rows=4, rank=1)
 
-    @property
-    def specs(self) -> list[str]:
-        return [fault.spec for fault in vars(self).values()]
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> TwoRankFaults:
+    return TwoRankFaults(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, faults: Faults) -> Iterator[Whole]:
+def server(model: Path, faults: TwoRankFaults) -> Iterator[Whole]:
     with fragile(model, faults.specs, "--num-shard", "2") as server:
         yield server
 
@@ -98,50 +94,65 @@ def scale(server: Whole) -> float:
     return float(words[words.index("--budget-scale") + 1]) if "--budget-scale" in words else 1.0
 
 
-async def disturbed(server: Whole, faults: Faults, undisturbed: Undisturbed, trap: Trap | None) -> float:
-    """Break a rank while the streams run: `trap`, or SIGSTOP to the follower. -> their longest pause, seconds."""
+def disturbed(
+    server: Whole, faults: TwoRankFaults, undisturbed: Undisturbed, what: str, disturb: Callable[[], Awaitable[None]]
+) -> float:
+    """Break a rank while the streams run. -> their longest pause, seconds."""
     before = ranks(server)
-    with faults.slow.on():
-        async with Client(server.url) as client, asyncio.TaskGroup() as group, Watch(client) as watch:
-            tasks = [group.create_task(request.send(client)) for request in undisturbed.requests]
-            await all_running(client, len(tasks) * EARLY)
-            if trap is None:
-                os.kill(before[1], signal.SIGSTOP)
-            else:
-                trap.spring()
-                await until(lambda: trap.has_sprung, "the rank breaks")
-            await asyncio.wait(tasks)
-    undisturbed.assert_same([task.result() for task in tasks], "a rank broke")
+    gap_s = asyncio.run(broken_midway(server, faults, undisturbed, EARLY, what, disturb))
     after = ranks(server)
     assert len(after) == 2
     assert not set(after.values()) & set(before.values()), "all ranks are started again"
-    return watch.longest_s
+    assert gap_s < 5 * LIKELY_S
+    return gap_s
+
+
+def sprung(trap: Trap) -> Callable[[], Awaitable[None]]:
+    async def spring() -> None:
+        trap.spring()
+        await until(lambda: trap.has_sprung, "the rank breaks")
+
+    return spring
+
+
+def signalled(server: Whole, rank: int, number: signal.Signals) -> Callable[[], Awaitable[None]]:
+    async def send() -> None:
+        os.kill(ranks(server)[rank], number)
+
+    return send
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(
+    server: Whole, faults: TwoRankFaults, undisturbed: Undisturbed, measured: Measured, rank: int
+) -> None:
+    gap_s = disturbed(server, faults, undisturbed, f"rank {rank} killed", signalled(server, rank, signal.SIGKILL))
+    measured(f"rank {rank} of 2 killed: time until tokens flow again", gap_s, "s")
 
 
 @pytest.mark.row("G: 7 One failing request")
 @pytest.mark.parametrize(("name", "rank"), [("leader_oom", 0), ("follower_oom", 1)])
 def test_a_rank_without_memory(
-    server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured, name: str, rank: int
+    server: Whole, faults: TwoRankFaults, undisturbed: Undisturbed, measured: Measured, name: str, rank: int
 ) -> None:
     """Its code says so, and the group comes back with smaller steps."""
     before = scale(server)
-    gap_s = asyncio.run(disturbed(server, faults, undisturbed, getattr(faults, name)))
+    gap_s = disturbed(server, faults, undisturbed, name, sprung(getattr(faults, name)))
     assert f"ShardFailed: rank {rank}: " in server.log
     assert scale(server) == pytest.approx(0.9 * before)
     measured(f"rank {rank} of 2 without memory: time until tokens flow again", gap_s, "s")
-    assert gap_s < 5 * LIKELY_S
 
 
 @pytest.mark.parametrize("how", ["hung", "stopped"])
 def test_a_follower_that_stands_still(
-    server: Whole, faults: Faults, undisturbed: Undisturbed, measured: Measured, how: str
+    server: Whole, faults: TwoRankFaults, undisturbed: Undisturbed, measured: Measured, how: str
 ) -> None:
     """Rank 0 waits for it in the midst of a step, and is found hung, or it is found silent itself."""
     before = scale(server)
-    gap_s = asyncio.run(disturbed(server, faults, undisturbed, faults.follower_hang if how == "hung" else None))
+    stands_still = sprung(faults.follower_hang) if how == "hung" else signalled(server, 1, signal.SIGSTOP)
+    gap_s = disturbed(server, faults, undisturbed, how, stands_still)
     assert scale(server) == before
     measured(f"rank 1 of 2 {how} (limit 2 s): time until tokens flow again", gap_s, "s")
-    assert gap_s < 5 * LIKELY_S
 
 
 @contextlib.contextmanager

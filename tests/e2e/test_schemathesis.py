@@ -39,6 +39,8 @@ CHECKS = [
     checks.negative_data_rejection,
     checks.response_schema_conformance,  # last: not for streams, of which it wants to see whole events described
 ]
+# As in TGI it reads `inputs` alone: parameters that no generation could have are nothing to it.
+LENIENT = "/tokenize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def try_cases(served: Served, row: Row, max_examples: int, derandomize: bool) ->
     if row.operation is not None and row.operation.bodies:
         modes.append(GenerationMode.NEGATIVE)
     statuses: set[int] = set()
+    whole = [one for one in CHECKS if row.path != LENIENT or one is not checks.negative_data_rejection]
     raw = served.schema.raw_schema
     content = raw["paths"][row.path.replace(":path}", "}")][row.method.lower()]["responses"]["200"].get("content", {})
     event_schema = {**content.get(EVENTS, {}).get("schema", {}), "components": raw["components"]}
@@ -105,10 +108,10 @@ def try_cases(served: Served, row: Row, max_examples: int, derandomize: bool) ->
         response = case.call(base_url=served.url, timeout=ANSWER_S)
         statuses.add(response.status_code)
         if EVENTS in response.headers.get("content-type", [""])[0]:
-            case.validate_response(response, checks=CHECKS[:-1])
+            case.validate_response(response, checks=whole[:-1])
             assert_events(response.text, event_schema)
         else:
-            case.validate_response(response, checks=CHECKS)
+            case.validate_response(response, checks=whole)
         served.assert_unharmed()
 
     check()

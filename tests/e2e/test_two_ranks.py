@@ -1,4 +1,4 @@
-"""Two ranks on one CPU give the tokens of one."""
+"""Two ranks give the tokens of one, on one CPU and on two GPUs."""
 
 from __future__ import annotations
 
@@ -45,3 +45,31 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     assert [answer.told for answer in together] == [answer.told for answer in alone]
     assert len(alone[0].ids) == 40
     assert re.fullmatch(GRAMMAR["value"], alone[2].text)
+
+
+@pytest.mark.gpu
+def test_two_gpus_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """Over NCCL: greedy, since seeded rows may tell apart sums in another order."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+    async def ask_all(server: Whole) -> list[Answer]:
+        async with Client(server.url) as client, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(client.generate("hello world " * length, True, max_new_tokens=40, ignore_eos=True))
+                for length in range(1, 60, 3)
+            ]
+        return [task.result() for task in tasks]
+
+    model = write_tiny_llama(tmp_path / "model", seed=13)
+    options = ["--model-id", str(model), "--dtype", "float32", "--max-batch-prefill-tokens", "128"]
+    options += ["--max-total-tokens", "1024"]
+    found: list[list[Answer]] = []
+    for num_shard in ("1", "2"):
+        with launched(*options, "--num-shard", num_shard) as server:
+            found.append(asyncio.run(ask_all(server)))
+            assert server.launcher.stop(timeout_s=60) == 0, server.log
+    assert [answer.ids for answer in found[1]] == [answer.ids for answer in found[0]]
+    assert all(len(answer.ids) == 40 for answer in found[0])

@@ -1,6 +1,7 @@
-"""One rank of many tiny models over gloo, in turn: `python -m tests.fakes.rank_families RANK WORLD PORT JOB`.
+"""One rank of many tiny models, in turn: `python -m tests.fakes.rank_families RANK WORLD PORT JOB DEVICE`.
 
-JOB is a file with a list of {path, sequences}; rank 0 writes the logits of a model's sequences to its `ranks.npz`.
+DEVICE is cpu (over gloo) or cuda (over NCCL, a device for each rank). JOB is a file with a list of {path,
+sequences}; rank 0 writes the logits of a model's sequences to its `ranks.npz`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from tgi.server.distributed.group import make_group
 from tgi.server.models.registry import build_model
 from tgi.server.weights.checkpoint import open_checkpoint
 
-CPU = torch.device("cpu")
-
 
 def main() -> None:
     rank, world, port, job = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    device = torch.device("cuda", rank) if sys.argv[5] == "cuda" else torch.device("cpu")
     torch.set_num_threads(1)
-    group = make_group(rank, world, "localhost", port, CPU)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = make_group(rank, world, "localhost", port, device)
     for model in json.loads(job.read_text()):
         path = Path(model["path"])
         checkpoint = open_checkpoint(path)
-        built = build_model(read_model_config(path), checkpoint, torch.float32, CPU, group)
+        built = build_model(read_model_config(path), checkpoint, torch.float32, device, group)
         checkpoint.close()
-        logits = paged_logits(built, TorchBackend("torch", 16), model["sequences"])
+        logits = paged_logits(built, TorchBackend("torch", 16), model["sequences"], device=device)
         if rank == 0:
             np.savez(path / "ranks.npz", *(part.numpy() for part in logits))
     group.close()

@@ -33,6 +33,7 @@ def test_equals_dense_causal_attention_on_a_ragged_mix(head_dim, block_size, hea
     torch.testing.assert_close(out.double(), case.expected(head_dim**-0.5), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.row("D: Window size")
 @pytest.mark.parametrize("window", [1, 7, 64, 1000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -188,14 +188,14 @@ def check_ranks(rows: Sequence[Family], made: Callable[[Family], Made]) -> None:
     assert not wrong, wrong
 
 
-def run_ranks(job: object, world: int, file: Path) -> None:
+def run_ranks(job: object, world: int, file: Path, device: str = "cpu") -> None:
     file.write_text(json.dumps(job))
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "tests.fakes.rank_families"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(port), str(file)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(world), str(port), str(file), device], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         for rank in range(world)
     ]

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from tgi import hub
+from tgi import hub, transfer
 from tgi.errors import StartupError
 from tgi.model_files import Need, needs
 
@@ -198,8 +198,9 @@ def response(status: int) -> Any:
     [
         (lambda: errors.HfHubHTTPError("503 busy\nmore", response=response(503)), "failed: 503 busy. Run it again"),
         (lambda: errors.LocalEntryNotFoundError("no route\nsecond line"), "Cannot reach the hub .*: no route"),
-        (lambda: OSError(28, "No space left on device"), "No space left on device"),
-        (lambda: PermissionError(), "failed: PermissionError"),
+        (lambda: OSError(28, "No space left on device"), "There is no room for org/model in .*No space left on device"),
+        (lambda: PermissionError(13, "Permission denied"), "cannot be written .* Set HF_HOME to a folder that can"),
+        (lambda: OSError(), "failed: OSError"),
     ],
 )
 def test_every_failure_is_one_line(
@@ -209,6 +210,7 @@ def test_every_failure_is_one_line(
         raise error()
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.0)
     with pytest.raises(StartupError, match=message) as raised:
         hub.download("org/model", "v9", source)
     assert "\n" not in str(raised.value)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
 from tests.fakes.hub_server import LARGE, SHA, Hub, Repository, running_hub
-from tgi import hub
+from tgi import hub, transfer
 from tgi.errors import StartupError
 
-CHUNK = 1 << 16  # bytes that the hub's client writes at once
+CHUNK = 1 << 16  # bytes that are written at once
 LARGE_FILE = bytes(range(256)) * 1024  # four chunks
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
+    monkeypatch.setattr(transfer, "BLOCK_BYTES", CHUNK)
+    monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.0)
     with running_hub() as server:
         yield server
 
@@ -167,6 +175,204 @@ def test_a_cut_connection_is_resumed(served: Hub, source: dict[str, str]) -> Non
     path = hub.download("org/model", source=source)
     assert (path / "model.safetensors").read_bytes() == LARGE_FILE
     assert served.ranges("model.safetensors") == [None, f"bytes={2 * CHUNK}-"]
+    assert not list(path.parents[1].rglob("*.incomplete"))
+
+
+PROGRAM = Path(sys.executable).with_name("text-generation-server")
+BIG = os.urandom(1 << 20) * 8  # eight of the blocks that a process writes at once
+
+
+def start(source: dict[str, str], *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {"PATH": os.environ["PATH"], **source}
+    command = [str(PROGRAM), "download-weights", "org/model", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options
+    )
+
+
+def blobs(source: dict[str, str]) -> list[Path]:
+    return sorted((hub.cache_directory(source) / "models--org--model" / "blobs").iterdir())
+
+
+def killed_midway(served: Hub, source: dict[str, str]) -> int:
+    """Bytes of the large file that a killed download has left behind."""
+    served.stuck_after = (5 << 20) + 100
+    first = start(source)
+    assert served.stuck.wait(60)
+    partial = hub.cache_directory(source) / "models--org--model" / "blobs"
+    while not any(file.stat().st_size >= 5 << 20 for file in partial.glob("*.incomplete")):
+        assert first.poll() is None, first.communicate()
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    return 5 << 20
+
+
+@pytest.mark.timeout(120)
+def test_another_process_goes_on_where_a_killed_one_was(served: Hub, source: dict[str, str]) -> None:
+    offer(served, **{"model.safetensors": BIG})
+    have = killed_midway(served, source)
+    assert hub.find("org/model", source=source) is None
+    second = start(source)
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == 0, said
+    assert served.ranges("model.safetensors") == [None, f"bytes={have}-"]
+    path = hub.locate("org/model", source=source)
+    assert (path / "model.safetensors").read_bytes() == BIG
+    assert not [file for file in blobs(source) if file.suffix == ".incomplete"]
+
+
+def leave_half(served: Hub, source: dict[str, str], content: bytes) -> None:
+    """What a download that was killed would leave."""
+    offer(served, "a.json", **{"model.safetensors": content})
+    served.cut_after, served.gone_after_cut = 2 * CHUNK, True
+    with pytest.raises(StartupError, match="what has come is kept"):
+        hub.download("org/model", source=source)
+    served.cut_after, served.gone_after_cut = None, False
+    assert [file.stat().st_size for file in blobs(source) if file.suffix == ".incomplete"] == [2 * CHUNK]
+    served.requests.clear()
+
+
+def test_a_file_that_has_changed_meanwhile_comes_from_its_beginning(served: Hub, source: dict[str, str]) -> None:
+    leave_half(served, source, LARGE_FILE)
+    served.repositories["org/model"].files["model.safetensors"] = LARGE_FILE[::-1]
+    path = hub.download("org/model", source=source)
+    assert (path / "model.safetensors").read_bytes() == LARGE_FILE[::-1]
+    assert served.ranges("model.safetensors") == [None]
+
+
+def test_a_server_without_ranges_sends_it_all_again(served: Hub, source: dict[str, str]) -> None:
+    leave_half(served, source, LARGE_FILE)
+    served.no_ranges = True
+    path = hub.download("org/model", source=source)
+    assert (path / "model.safetensors").read_bytes() == LARGE_FILE
+    assert served.ranges("model.safetensors") == [f"bytes={2 * CHUNK}-"]
+
+
+@pytest.mark.parametrize("spoiled", [b"x" * 100, b"x" * 2 * CHUNK, LARGE_FILE[::-1], bytes(2 * len(LARGE_FILE))])
+def test_a_part_that_is_wrong_is_thrown_away(served: Hub, source: dict[str, str], spoiled: bytes) -> None:
+    leave_half(served, source, LARGE_FILE)
+    next(file for file in blobs(source) if file.suffix == ".incomplete").write_bytes(spoiled)
+    path = hub.download("org/model", source=source)
+    assert (path / "model.safetensors").read_bytes() == LARGE_FILE
+
+
+@pytest.mark.parametrize("sent", [LARGE_FILE[:-1] + b"x", LARGE_FILE + b"x"])
+def test_content_that_was_not_announced_is_refused(served: Hub, source: dict[str, str], sent: bytes) -> None:
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    served.sent["model.safetensors"] = sent
+    with pytest.raises(StartupError, match=r"failed: model\.safetensors does not have the content that the hub announ"):
+        hub.download("org/model", source=source)
+    assert hub.find("org/model", source=source) is None
+    served.sent.clear()
+    assert (hub.download("org/model", source=source) / "model.safetensors").read_bytes() == LARGE_FILE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_processes_at_once_share_the_work(served: Hub, source: dict[str, str]) -> None:
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    files = {name: BIG[number:] for number, name in enumerate(shards)}
+    offer(served, **files, **{"model.safetensors.index.json": index(a=shards[0], b=shards[1], c=shards[2])})
+    for process in [start(source), start(source)]:
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    path = hub.locate("org/model", source=source)
+    assert {name: (path / name).read_bytes() for name in shards} == files
+    assert [len(served.ranges(name)) for name in shards] == [1, 1, 1]
+
+
+def test_files_of_the_same_content_come_once(served: Hub, source: dict[str, str]) -> None:
+    offer(
+        served,
+        **{"a.safetensors": LARGE_FILE, "b.safetensors": LARGE_FILE},
+        **{"model.safetensors.index.json": index(a="a.safetensors", b="b.safetensors")},
+    )
+    path = hub.download("org/model", source=source)
+    assert (path / "a.safetensors").read_bytes() == (path / "b.safetensors").read_bytes() == LARGE_FILE
+    assert len(served.ranges("a.safetensors") + served.ranges("b.safetensors")) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_hub_is_asked_again_when_it_says(
+    served: Hub, source: dict[str, str], monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    served.busy = [(status, {"Retry-After": "7"})]
+    assert (hub.download("org/model", source=source) / "model.safetensors").is_file()
+    assert waited == [7]
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_busy_hub_at_any_moment(
+    served: Hub, source: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """From the first contact to the last byte."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    asked = type(served.requests)
+
+    class Counted(asked):
+        def append(self, request: tuple[str, str, dict[str, str]]) -> None:
+            if len(self) == place:
+                served.busy = [(503, {})]
+            super().append(request)
+
+    served.requests = Counted()
+    assert (hub.download("org/model", source=source) / "model.safetensors").is_file()
+    assert len(served.requests) > place
+
+
+def test_files_in_xet_storage_come_by_http(served: Hub, source: dict[str, str]) -> None:
+    """Its protocol does not go on where another process was."""
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    served.xet = True
+    assert (hub.download("org/model", source=source) / "model.safetensors").read_bytes() == LARGE_FILE
+
+
+def test_a_disk_that_is_too_small_is_told_before(
+    served: Hub, source: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=len(LARGE_FILE) - 1))
+    with pytest.raises(StartupError, match=r"There is no room for org/model in .*: 0\.00 GB are to come.* set HF_HOME"):
+        hub.download("org/model", source=source)
+    assert served.ranges("model.safetensors") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_file_that_may_not_grow_ends_with_one_line(served: Hub, source: dict[str, str]) -> None:
+    offer(served, **{"model.safetensors": BIG})
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+
+    full = start(source, preexec_fn=limit)
+    said, _ = full.communicate(timeout=60)
+    assert full.returncode == 1
+    assert "There is no room for org/model" in said
+    assert "Traceback" not in said
+    again = start(source)
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert served.ranges("model.safetensors") == [None, f"bytes={3 << 20}-"]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    served: Hub, source: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(served, **{"model.safetensors": LARGE_FILE})
+    with caplog.at_level(logging.INFO):
+        hub.download("org/model", source=source)
+    assert not [line for line in caplog.messages if line.startswith("Download: ")]  # it was there at once
+    monkeypatch.setattr(hub, "PROGRESS_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        hub.download("org/model", source=source | {"HF_HOME": source["HF_HOME"] + "2"})
+    lines = [line for line in caplog.messages if line.startswith("Download: ")]
+    assert lines[-1].startswith("Download: 262kB of 262kB after")
+    assert len(lines) <= 1 + len(LARGE_FILE) // CHUNK
 
 
 def test_a_second_try_keeps_the_files_that_came_whole(served: Hub, source: dict[str, str]) -> None:
@@ -174,7 +380,7 @@ def test_a_second_try_keeps_the_files_that_came_whole(served: Hub, source: dict[
     weight_map = {"model.safetensors.index.json": index(a=shards[0], b=shards[1])}
     offer(served, shards[0], **weight_map, **{shards[1]: LARGE_FILE})
     served.cut_after, served.gone_after_cut = 100, True
-    with pytest.raises(StartupError, match=r"failed: .*that have come whole are kept"):
+    with pytest.raises(StartupError, match=r"failed: .*what has come is kept"):
         hub.download("org/model", source=source)
     assert hub.find("org/model", source=source) is None
     served.cut_after, served.gone_after_cut = None, False
@@ -226,9 +432,24 @@ def busy(served: Hub) -> None:
     served.status = 500
 
 
+def no_hub(served: Hub) -> None:
+    served.busy = [(200, {"Content-Type": "text/html"})]
+
+
+def refused(status: int, reason: str) -> Callable[[Hub], None]:
+    def arrange(served: Hub) -> None:
+        offer(served, "model.safetensors")
+        served.busy = [(status, {"X-Error-Message": reason})]
+
+    return arrange
+
+
 @pytest.mark.parametrize(
     ("arrange", "message"),
     [
+        (no_hub, "does not answer as a model hub does. Check HF_ENDPOINT"),
+        (refused(401, "Invalid credentials in Authorization header"), "not give org/model to you .* HF_TOKEN is valid"),
+        (refused(403, "you may not"), "The hub does not give org/model to you .403 Forbidden: you may not"),
         (lambda served: None, "The hub has no model org/model, or it is private"),
         (without_weights, "has no safetensors and no GGUF weights"),
         (without_config, r"has no config\.json with complete weights"),
@@ -256,6 +477,13 @@ def test_a_hub_that_does_not_answer(served: Hub, source: dict[str, str], monkeyp
 def test_no_hub_at_all(served: Hub, source: dict[str, str]) -> None:
     with pytest.raises(StartupError, match="Cannot reach the hub to fetch org/model"):
         hub.download("org/model", source={**source, "HF_ENDPOINT": "http://127.0.0.1:9"})
+
+
+def test_a_cache_that_cannot_be_written(served: Hub, source: dict[str, str]) -> None:
+    offer(served, "model.safetensors")
+    Path(source["HF_HOME"]).write_text("a file")
+    with pytest.raises(StartupError, match=r"cannot be written .* Set HF_HOME to a folder that can"):
+        hub.download("org/model", source=source)
 
 
 def test_large_files_lie_behind_a_redirect(served: Hub, source: dict[str, str]) -> None:

@@ -317,15 +317,65 @@ def test_gguf_options(tmp_path: Path) -> None:
     assert (config.tie_word_embeddings, config.attention_bias) == (False, False)
 
 
+def test_a_gguf_gpt_oss_goes_on_after_a_part_of_its_answer(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 3}
+    experts: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
+    assert read_model_config(write_gguf(tmp_path / "m.gguf", **keys)).eos_ids == (2, 3)
+    path = write_gguf(tmp_path / "m.gguf", architecture="gpt-oss", **keys, **experts)
+    assert read_model_config(path).eos_ids == (2,)
+
+
+def test_gguf_heads_need_not_divide_the_width_where_their_size_is_given(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"attention.head_count": 6, "attention.key_length": 16}
+    assert read_model_config(write_gguf(tmp_path / "m.gguf", **keys)).head_dim == 16
+
+
+def test_a_gguf_window_of_no_tokens_is_none(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"architecture": "phi3", "attention.sliding_window": 0}
+    config = read_model_config(write_gguf(tmp_path / "m.gguf", **keys))
+    assert config.sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "truncate": True},
+        ),
+    ],
+)
+def test_gguf_rope_scaling(tmp_path: Path, keys: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    assert read_model_config(write_gguf(tmp_path / "m.gguf", **keys)).rope_scaling == expected
+
+
+def test_a_gguf_llama_with_experts_is_a_mixtral(tmp_path: Path) -> None:
+    config = read_model_config(write_gguf(tmp_path / "m.gguf", expert_count=8, expert_used_count=2))
+    assert (config.model_type, config.architectures) == ("mixtral", ("MixtralForCausalLM",))
+    assert (config.fields.count("num_local_experts"), config.fields.count("num_experts_per_tok")) == (8, 2)
+    assert read_model_config(write_gguf(tmp_path / "m.gguf", expert_count=0)).model_type == "llama"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "mystery"}, "architecture 'mystery' are not supported (gemma, gemma2, gemma3, llama,"),
+        ({"architecture": "mystery"}, "architecture 'mystery' are not supported (bloom, cohere2, command-r,"),
         ({"drop": ("embedding_length",)}, "does not say llama.embedding_length"),
         ({"drop": ("token_embd",)}, "has no table token_embd.weight: the file is no whole model"),
         ({"block_count": 0}, "llama.block_count must be a positive whole number, not 0"),
         ({"embedding_length": 65}, "hidden size 65 is no multiple of 8 heads"),
         ({"attention.head_count_kv": 3}, "8 query heads cannot share 3 key-value heads evenly"),
+        ({"expert_count": 4}, "its settings of a llama model are missing or make no sense ('llama.expert_used_count')"),
+        ({"architecture": "deepseek2", "expert_count": 256, "expert_used_count": 8}, "256 experts in no groups"),
+        ({"architecture": "gemma", "expert_count": 4}, "experts in a file of architecture 'gemma' are not supported"),
+        ({"architecture": "gemma3", "block_count": 2**32 - 1}, "make no sense (4294967295 layers)"),
+        (
+            {"architecture": "mistral3", "attention.temperature_scale": 0.1},
+            "attention with a temperature by position is not supported",
+        ),
     ],
 )
 def test_gguf_nonsense_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:

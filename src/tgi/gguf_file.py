@@ -21,6 +21,7 @@ MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_RANK = 4
+VERSIONS = (2, 3)
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 
@@ -92,7 +93,9 @@ class GgufFile(Mapping[str, Any]):
         if self._map[:4] != MAGIC:
             raise BadGguf(f"{self.path} is not a GGUF file (its first bytes are not 'GGUF')")
         version, num_tensors, num_keys = struct.unpack_from("<IQQ", self._map, 4)
-        if version not in (2, 3):
+        if int.from_bytes(self._map[4:8], "big") in VERSIONS:
+            raise BadGguf(f"{self.path} is a big-endian GGUF file, which is not supported; take a little-endian one")
+        if version not in VERSIONS:
             raise BadGguf(f"{self.path}: GGUF version {version} is not supported (2 and 3 are)")
         position = 24
         self._values: dict[str, Any] = {}
@@ -101,6 +104,8 @@ class GgufFile(Mapping[str, Any]):
             key, position = self._string(position)
             (kind,) = struct.unpack_from("<I", self._map, position)
             position += 4
+            if key in self._values or key in self._lazy:
+                raise ValueError(f"the key {key!r} twice")
             if kind == ARRAY:
                 self._lazy[key] = position
                 position = self._skip_array(position)
@@ -113,6 +118,8 @@ class GgufFile(Mapping[str, Any]):
             if rank > MAX_RANK:
                 raise BadGguf(f"{self.path}: tensor {name!r} has {rank} dimensions (at most {MAX_RANK})")
             shape = struct.unpack_from(f"<{rank}Q", self._map, position + 4)
+            if 0 in shape:
+                raise BadGguf(f"{self.path}: tensor {name!r} has no elements; fetch it again")
             position += 4 + 8 * rank
             ggml_type, offset = struct.unpack_from("<IQ", self._map, position)
             position += 12
@@ -120,6 +127,8 @@ class GgufFile(Mapping[str, Any]):
         if len({name for name, *_ in table}) < len(table):
             raise BadGguf(f"{self.path} names a tensor twice; fetch it again")
         alignment = int(self._values.get("general.alignment", 32))
+        if alignment <= 0:
+            raise ValueError(f"an alignment of {alignment}")
         base = position + (-position) % alignment
         self.tensors = {
             name: GgufTensor(name, shape, ggml_type, base + offset) for name, shape, ggml_type, offset in table
@@ -172,7 +181,7 @@ class GgufFile(Mapping[str, Any]):
     def _scalar(self, kind: int, position: int) -> tuple[Any, int]:
         if kind == STRING:
             return self._string(position)
-        code = "<" + SCALARS[kind]
+        code = _code(kind)
         (value,) = struct.unpack_from(code, self._map, position)
         return value, position + struct.calcsize(code)
 
@@ -186,17 +195,24 @@ class GgufFile(Mapping[str, Any]):
                 # Vocabularies hold byte-level pieces; a broken one must not stop those who read other keys.
                 values.append(raw.decode("utf-8", errors="replace"))
             return values
-        return list(struct.unpack_from(f"<{length}{SCALARS[kind]}", self._map, position))
+        return list(struct.unpack_from(f"<{length}{_code(kind)[1:]}", self._map, position))
 
     def _skip_array(self, position: int) -> int:
         kind, length = struct.unpack_from("<IQ", self._map, position)
         position += 12
         if kind != STRING:
-            end = position + length * struct.calcsize("<" + SCALARS[kind])
-            if end > len(self._map):
-                raise IndexError("an array ends behind the end of the file")
-            return end
-        for _ in range(length):
-            (size,) = struct.unpack_from("<Q", self._map, position)
-            position += 8 + size
+            position += length * struct.calcsize(_code(kind))
+        else:
+            for _ in range(length):
+                (size,) = struct.unpack_from("<Q", self._map, position)
+                position += 8 + size
+        if position > len(self._map):
+            raise IndexError("an array ends behind the end of the file")
         return position
+
+
+def _code(kind: int) -> str:
+    """struct's code of a scalar. Raises ValueError for arrays in arrays, and for what is not known."""
+    if kind not in SCALARS:
+        raise ValueError("an array of arrays" if kind == ARRAY else f"metadata of type {kind}")
+    return "<" + SCALARS[kind]

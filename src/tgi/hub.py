@@ -6,6 +6,7 @@ be converted before they can be served are only fetched here.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import logging
@@ -13,10 +14,12 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping
+from http import HTTPStatus
+from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tgi import env
+from tgi import env, transfer
 from tgi.errors import StartupError
 from tgi.gguf_file import part_paths
 from tgi.model_files import (
@@ -32,6 +35,9 @@ from tgi.model_files import (
     pickled_files,
 )
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 log = logging.getLogger(__name__)
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -44,6 +50,9 @@ _SUBFOLDERS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*")
 NOT_FILES = (*_SUBFOLDERS, "*training*", "*args*", "*arguments*", "consolidated*")
 PROGRESS_EVERY_S = 10.0
 CONTACT_S = 20.0
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+_FORBIDDEN = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def locate(model_id: str, revision: str | None = None, source: Mapping[str, str] | None = None) -> Path:
@@ -230,24 +239,36 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
 
     name, quant = repository(model_id)
     endpoint = env.get("HF_ENDPOINT", source)
-    common: dict[str, Any] = {
-        "cache_dir": cache_directory(source),
-        "token": token(source),
-        "endpoint": endpoint,
-        "tqdm_class": _progress(source),
-    }
-    try:
-        # The first contact, with a time limit: the client would wait for ever.
-        info = HfApi(endpoint=endpoint, token=token(source)).model_info(name, revision=revision, timeout=CONTACT_S)
-        listed = [file.rfilename for file in info.siblings or ()]
-        snapshot = Path(
+    cache, access = cache_directory(source), token(source)
+    client = HfApi(endpoint=endpoint, token=access)
+    shown, silent = _bars(source)
+
+    def make_bar(total: int, initial: int) -> Any:
+        return shown(desc=name, total=total, initial=initial, unit="B", unit_scale=True)
+
+    def snapshot_of(sha: str | None, patterns: list[str], without: list[str] | None, bar_class: Any) -> Path:
+        return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES), **common
+                name,
+                revision=sha,
+                allow_patterns=patterns,
+                ignore_patterns=without,
+                cache_dir=cache,
+                token=access,
+                endpoint=endpoint,
+                tqdm_class=bar_class,
             )
         )
+
+    try:
+        listed = transfer.patiently(lambda: _listed(client, name, revision))
+        snapshot = transfer.patiently(lambda: snapshot_of(revision, list(FILES), list(NOT_FILES), silent))
         wanted = _wanted(model_id, quant, listed, snapshot, pickles)
         log.info("Fetching %d weight files of %s into %s", len(wanted), model_id, snapshot)
-        snapshot_download(name, revision=snapshot.name, allow_patterns=[_literal(file) for file in wanted], **common)
+        left = transfer.fetch_blobs(transfer.Place(name, snapshot.name, cache, endpoint, access), wanted, make_bar)
+        patterns = [_literal(file) for file in wanted]
+        # What is left, and the links to all of it.
+        transfer.patiently(lambda: snapshot_of(snapshot.name, patterns, None, shown if left else silent))
     except GatedRepoError:
         raise StartupError(
             f"The model {name} is gated: accept its terms at {endpoint or 'https://huggingface.co'}/{name} and set "
@@ -262,20 +283,48 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
     except HFValidationError as error:
         raise StartupError(f"{name!r} is no hub id: {_first_line(error)}") from None
     except HfHubHTTPError as error:
+        if error.response.status_code in _FORBIDDEN:
+            raise StartupError(
+                f"The hub does not give {name} to you ({_first_line(error)}). Check that HF_TOKEN is valid and may "
+                "read this model"
+            ) from None
         raise _failed(name, source, error) from None
     except (HTTPError, LocalEntryNotFoundError) as error:
         raise StartupError(
-            f"Cannot reach the hub to fetch {name}: {_first_line(error)} Check the network, or give a local "
+            f"Cannot reach the hub to fetch {name}: {_first_line(error)}. Check the network, or give a local "
             "directory as --model-id"
         ) from None
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        if isinstance(error, transfer.NoRoom) or error.errno in _DISK_FULL:
+            raise StartupError(
+                f"There is no room for {name} in {cache}: {_first_line(error)}. Make room, or set HF_HOME to a larger "
+                "disk, and run it again: what has come is kept"
+            ) from None
+        if error.errno in _NOT_WRITABLE:
+            raise StartupError(
+                f"The cache {cache} cannot be written ({_first_line(error)}). Set HF_HOME to a folder that can"
+            ) from None
         raise _failed(name, source, error) from None
+    except RuntimeError as error:
+        raise _failed(name, source, error) from None
+
+
+def _listed(client: HfApi, name: str, revision: str | None) -> list[str]:
+    """The repository's files. The first contact, with a time limit: the client would wait for ever."""
+    try:
+        info = client.model_info(name, revision=revision, timeout=CONTACT_S)
+    except (JSONDecodeError, LookupError, TypeError, AttributeError):
+        raise StartupError(
+            f"{client.endpoint} does not answer as a model hub does. Check HF_ENDPOINT, and the network for a proxy "
+            "or a login page"
+        ) from None
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def _failed(name: str, source: Mapping[str, str] | None, error: Exception) -> StartupError:
     return StartupError(
-        f"Fetching {name} into {cache_directory(source)} failed: {_first_line(error)}. Run it again: files that "
-        "have come whole are kept"
+        f"Fetching {name} into {cache_directory(source)} failed: {_first_line(error)}. Run it again: what has come is "
+        "kept"
     )
 
 
@@ -318,20 +367,27 @@ def _literal(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
-def _progress(source: Mapping[str, str] | None) -> Any:
-    """What shows how far a download is: the hub's own bars on a terminal (None), else a line of log now and then."""
-    if sys.stderr.isatty() and not env.get("HF_HUB_DISABLE_PROGRESS_BARS", source):
-        return None
-    from tqdm import tqdm  # the hub's client has it imported already
+def _bars(source: Mapping[str, str] | None) -> tuple[Any, Any]:
+    """Classes of bars that show how far a download is: on a terminal the hub's own, else a line of log now and then;
+    and of those that show nothing."""
+    from huggingface_hub.utils import tqdm as terminal
+    from tqdm import tqdm
 
-    class LoggedProgress(tqdm):
-        """The bar of bytes as lines of the log. The others stay silent."""
-
+    class Silent(tqdm):
         monitor_interval = 0  # no thread to redraw it
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            self.began = self.told = time.monotonic()
             super().__init__(*arguments, **(options | {"file": io.StringIO()}))
+
+        def display(self, *_: Any, **__: Any) -> None:
+            pass
+
+    class Logged(Silent):
+        """Counts bytes."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.began = self.told = time.monotonic()
+            super().__init__(*arguments, **options)
 
         def display(self, *_: Any, **__: Any) -> None:
             now = time.monotonic()
@@ -340,8 +396,9 @@ def _progress(source: Mapping[str, str] | None) -> Any:
                 done, total = (tqdm.format_sizeof(size, "B", 1000) for size in (self.n, self.total))
                 log.info("Download: %s of %s after %s", done, total, tqdm.format_interval(now - self.began))
 
-    return LoggedProgress
+    on_terminal = sys.stderr.isatty() and not env.get("HF_HUB_DISABLE_PROGRESS_BARS", source)
+    return terminal if on_terminal else Logged, Silent
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -8,43 +8,74 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tgi.errors import StartupError
 from tgi.gguf_file import BadGguf, GgufFile
-from tgi.gguf_settings import longrope_of, settings_of
+from tgi.gguf_settings import architecture_of, longrope_of, settings_of
 
-# GGUF architecture -> (model_type, class name of the same architecture in config.json).
-GGUF_ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "gemma": ("gemma", "GemmaForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-}
 _TIED = {"tie_word_embeddings": True}
 _FALCON = {"activation": "gelu", "multi_query": True, "max_position_embeddings": 2048, **_TIED}
+_GEMMA2 = {"head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", **_TIED}
+_MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 # What files of these architectures may leave out, where it is not the usual default; in their own spelling.
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "RefinedWeb": _FALCON,
     "RefinedWebModel": _FALCON,
     "bloom": {"hidden_act": "gelu_pytorch_tanh", **_TIED},
+    "cohere": {"rope_theta": 500_000.0, **_TIED},
+    "cohere2": {"sliding_window": 4096, **_TIED},
     "dbrx": {"max_seq_len": 2048},
+    "deepseek_v3": {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     "falcon": _FALCON,
+    "falcon_mamba": _TIED,
+    "gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16, **_TIED},
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        **_GEMMA2,
+    },
+    "gemma3_text": {
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "vocab_size": 262_208,
+        **_GEMMA2,
+    },
     "gpt2": {"activation_function": "gelu_new", "n_positions": 1024, **_TIED},
     "gpt_bigcode": {"activation_function": "gelu_pytorch_tanh", "multi_query": True, "n_positions": 1024, **_TIED},
     "gpt_neo": {"activation_function": "gelu_new", "max_position_embeddings": 2048, **_TIED},
     "gpt_neox": {"hidden_act": "gelu", "max_position_embeddings": 2048},
-    "gpt_oss": {"attention_bias": True},
+    "gpt_oss": {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+    },
     "gptj": {"activation_function": "gelu_new", "n_positions": 2048},
+    "granite": {"attention_multiplier": 1.0},
+    "mamba": _TIED,
+    "mistral": {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": _MIXTRAL,
     "mpt": {"max_seq_len": 2048, **_TIED},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
     "opt": {"activation_function": "relu", "max_position_embeddings": 2048, **_TIED},
     "phi": {"hidden_act": "gelu_new", "max_position_embeddings": 2048},
     "phi-msft": {"activation_function": "gelu_new", "n_positions": 2048},
+    "phimoe": _MIXTRAL,
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "qwen2": {"max_window_layers": 28},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3": {"head_dim": 128, "max_window_layers": 28},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, **_TIED},
     "starcoder2": {
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 4096,
@@ -52,9 +83,19 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         **_TIED,
     },
 }
+# Here null says that there is none; elsewhere it is as if the file left the field out.
+_MAY_BE_NONE = frozenset({"attn_logit_softcapping", "final_logit_softcapping", "num_key_value_heads", "sliding_window"})
+# Models of text and images -> the decoder that their text part is, where it does not say. Without images they are it.
+TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_ONE_KEY = ("multiquery", "multiquery_attention")  # words for a single key-value head
+_OTHER_SENSES = frozenset({"audio_config", "thinker_config", "vision_config"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Parts of a configuration whose settings count as the model's own, where it does not say otherwise.
-PARTS: Mapping[str, tuple[str, ...]] = {"dbrx": ("attn_config", "ffn_config")}
-GGUF_ACTIVATIONS: Mapping[str, str] = dict.fromkeys(("gemma", "gemma2", "gemma3"), "gelu_pytorch_tanh")
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "dbrx": ("attn_config", "ffn_config"),
+    "mamba": ("ssm_cfg",),
+    "mpt": ("attn_config",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +131,12 @@ class ModelConfig:
     def fields(self) -> Fields:
         """Typed look-ups of what only one architecture has. Files may leave out what is their architecture's
         default."""
-        return Fields(_completed(self.model_type, self.raw), f"configuration of this {self.model_type} model")
+        return Fields(_completed(self.text_type, self.raw), f"configuration of this {self.model_type} model")
+
+    @property
+    def text_type(self) -> str:
+        """The model_type of the decoder: of a model of text and images that is read as one of text, its text part's."""
+        return _text_type(self.model_type, self.raw)
 
     @property
     def partial_rotary_factor(self) -> float | None:
@@ -99,8 +145,8 @@ class ModelConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...] | None:
-        """ "full_attention", "sliding_attention", ...: one per layer, where the model says."""
-        return _layer_types(self.fields)
+        """ "full_attention" or "sliding_attention": one per layer, where the model says."""
+        return _layer_types(self.fields, self.num_layers)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -116,6 +162,18 @@ def read_model_config(path: Path) -> ModelConfig:
         raise StartupError(f"{path} has no config.json: it is not a model directory")
     config = _with_older_quantisation(config, path)
     return _from_json(config, _read_json(path / "generation_config.json") or {}, file)
+
+
+def with_rope_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:
+    """With a scaling of this `kind` in the place of the model's own; where each kind of layer has settings, in that of
+    layers which see everything."""
+    given = config.rope_scaling or {}
+    own = given.get("full_attention")
+    scaling = {"rope_type": kind, "factor": factor}
+    if isinstance(own, dict):
+        theta = {"rope_theta": own["rope_theta"]} if "rope_theta" in own else {}
+        scaling = {**given, "full_attention": {**scaling, **theta}}
+    return replace(config, rope_scaling=scaling)
 
 
 class Fields:
@@ -174,6 +232,13 @@ class Fields:
             raise StartupError(f"{self.where}: {name} must be true or false, not {value!r}")
         return value
 
+    def only(self, name: str, *known: object) -> None:
+        """Raises StartupError where the file says something else than what is known here; it may say nothing."""
+        value = self.get(name)
+        if value is not None and value not in known:
+            are = " and ".join(json.dumps(one) for one in known)
+            raise StartupError(f"{self.where}: {name} {json.dumps(value)} is not supported, only {are}")
+
     def ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them."""
         value = self.get(name)
@@ -185,14 +250,14 @@ class Fields:
 
 def _from_json(config: dict[str, Any], generation: dict[str, Any], file: Path) -> ModelConfig:
     whole = Fields(config, file)
-    model_type = whole.text("model_type")
+    model_type = whole.text("model_type") or _first_files_type(config)
     if model_type is None:
         raise StartupError(f"{file} does not say model_type")
-    fields = Fields(_completed(model_type, config), file)
+    fields = Fields(_completed(_text_type(model_type, config), config), file)
     architectures = whole.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise StartupError(f"{file}: architectures must be a list of class names, not {architectures!r}")
-    hidden_size = fields.count("hidden_size", "n_embd", "n_embed", "d_model")
+    hidden_size = _hidden_size(fields, model_type)
     num_heads = _num_heads(fields)
     theta, scaling = _rope(fields)
     generation_fields = Fields(generation, file.with_name("generation_config.json"))
@@ -200,12 +265,14 @@ def _from_json(config: dict[str, Any], generation: dict[str, Any], file: Path) -
         model_type=model_type,
         architectures=tuple(architectures),
         hidden_size=hidden_size,
-        num_layers=fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_layers=fields.count(
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"
+        ),
         num_heads=num_heads,
         num_kv_heads=_kv_heads(fields, num_heads),
         head_dim=_head_dim(fields, hidden_size, num_heads),
         intermediate_size=_intermediate_size(fields, hidden_size),
-        vocab_size=fields.count("vocab_size"),
+        vocab_size=_vocab_size(fields),
         max_position_embeddings=fields.optional_count("max_position_embeddings", "max_seq_len", "n_positions"),
         tie_word_embeddings=whole.flag("tie_word_embeddings", default=fields.flag("tie_word_embeddings")),
         rope_theta=theta,
@@ -230,13 +297,8 @@ def _from_gguf(path: Path) -> ModelConfig:
         file = GgufFile(path)
     except BadGguf as error:
         raise StartupError(f"{str(error)[:1].upper()}{str(error)[1:]}") from error
-    architecture = file.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise StartupError(f"{path} does not say general.architecture")
-    if architecture not in GGUF_ARCHITECTURES:
-        known = ", ".join(sorted(GGUF_ARCHITECTURES))
-        raise StartupError(f"{path}: GGUF files of architecture {architecture!r} are not supported ({known} are)")
-    model_type, class_name = GGUF_ARCHITECTURES[architecture]
+    named = architecture_of(file)
+    architecture = file["general.architecture"]
     fields = Fields(file, path)
 
     def key(name: str) -> str:
@@ -247,19 +309,19 @@ def _from_gguf(path: Path) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise StartupError(f"{path} has no table token_embd.weight: the file is no whole model")
-    if fields.optional_count(key("expert_count")) is not None:
-        raise StartupError(f"{path}: GGUF files of models with experts are not supported; take the model's safetensors")
     num_kv_heads = fields.count(key("attention.head_count_kv"), default=num_heads)
     _check_groups(path, num_heads, num_kv_heads)
+    ends = ("eos",) if architecture == "gpt-oss" else ("eos", "eot")  # its turns have parts, which end alike
+    window = key("attention.sliding_window")  # 0 where a model has none that others of its architecture have
     return ModelConfig(
-        model_type=model_type,
-        architectures=(class_name,),
+        model_type=named.model_type,
+        architectures=(named.class_name,),
         hidden_size=hidden_size,
         num_layers=fields.count(key("block_count")),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.count(key("attention.key_length"), default=_divide(path, hidden_size, num_heads)),
-        intermediate_size=fields.count(key("feed_forward_length")),
+        head_dim=fields.optional_count(key("attention.key_length")) or _divide(path, hidden_size, num_heads),
+        intermediate_size=fields.count(key("feed_forward_length"), key("expert_feed_forward_length")),
         vocab_size=embedding.shape[0],  # the metadata's count may differ from the padded table's rows
         max_position_embeddings=fields.optional_count(key("context_length")),
         tie_word_embeddings="output.weight" not in file.tensors,
@@ -268,12 +330,14 @@ def _from_gguf(path: Path) -> ModelConfig:
         rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon"), default=1e-6),
         attention_bias="blk.0.attn_output.bias" in file.tensors,  # of the queries alone: an architecture's own way
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        hidden_act=GGUF_ACTIVATIONS.get(architecture, "silu"),
-        eos_ids=_without_repeats(fields.ids("tokenizer.ggml.eos_token_id") + fields.ids("tokenizer.ggml.eot_token_id")),
+        hidden_act=named.hidden_act,
+        eos_ids=_without_repeats(
+            tuple(token for name in ends for token in fields.ids(f"tokenizer.ggml.{name}_token_id"))
+        ),
         bos_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
         torch_dtype=None,
         quant_method=None,
-        sliding_window=fields.optional_count(key("attention.sliding_window")),
+        sliding_window=fields.optional_count(window) if file.get(window) else None,
         raw=settings_of(file),
     )
 
@@ -292,7 +356,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise StartupError(f"{file} does not hold a JSON object")
@@ -305,20 +369,58 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **text_config} if isinstance(text_config, dict) else config
 
 
+def _text_type(model_type: str, config: Mapping[str, Any]) -> str:
+    if model_type not in TEXT_PARTS:
+        return model_type
+    own = _text_part(config).get("model_type")
+    return own if isinstance(own, str) and own != model_type else TEXT_PARTS[model_type]
+
+
 def _completed(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text part, with what its architecture's files leave out, or say in a part of their own."""
     text = _text_part(config)
     for part in PARTS.get(model_type, ()):
         inner = text.get(part)
         text = {**inner, **text} if isinstance(inner, dict) else text
-    left_out = {name: value for name, value in LEFT_OUT.get(model_type, {}).items() if text.get(name) is None}
+    left_out = {
+        name: value
+        for name, value in LEFT_OUT.get(model_type, {}).items()
+        if text.get(name) is None and not (name in text and name in _MAY_BE_NONE)
+    }
     return {**text, **left_out} if left_out else text
+
+
+def _first_files_type(config: Mapping[str, Any]) -> str | None:
+    """Mamba's first files do not say what they are, but how their layers are."""
+    return "mamba" if isinstance(config.get("ssm_cfg"), dict) else None
+
+
+def _vocab_size(fields: Fields) -> int:
+    """Rows of the embedding; Mamba's first files count those in use, of a table that is filled up."""
+    in_use = fields.count("vocab_size")
+    if fields.text("model_type") is not None:
+        return in_use
+    multiple = fields.count("pad_vocab_size_multiple", default=1)
+    return -(-in_use // multiple) * multiple
+
+
+def _hidden_size(fields: Fields, model_type: str) -> int:
+    names = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
+    if fields.get(*names) is None and (parts := _OTHER_SENSES & set(fields.values)):
+        raise StartupError(
+            f"{fields.where}: {model_type!r} is a model of more than text ({min(parts)}) and does not say the sizes of "
+            "its text part; it is not supported"
+        )
+    return fields.count(*names)
 
 
 def _num_heads(fields: Fields) -> int:
     """Of an encoder-decoder the decoder's. A model that has states in the place of attention has no heads: 1."""
-    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
-    return fields.count(*names, default=1 if fields.get("state_size", "ssm_cfg") is not None else None)
+    decoders = ("decoder_attention_heads", "num_decoder_attention_heads")
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", *decoders, "attention_heads")
+    return fields.count(
+        *names, default=1 if fields.get("state_size", "ssm_cfg", "attention_hidden_size") is not None else None
+    )
 
 
 def _intermediate_size(fields: Fields, hidden_size: int) -> int:
@@ -330,7 +432,8 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
     """Falcon's files may count a key-value head for every head beside `multi_query`, which then means a single one; in
     its newer architecture groups of heads share one, and `multi_query` means nothing."""
     is_grouped = fields.flag("new_decoder_architecture", default=fields.get("n_head_kv") is not None)
-    if fields.flag("multi_query") and not is_grouped:
+    is_single = fields.flag("multi_query") or fields.get("attention_head_type", "attn_type") in _ONE_KEY
+    if is_single and not is_grouped:
         return 1
     num_kv_heads = fields.count("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", default=num_heads)
     _check_groups(fields.where, num_heads, num_kv_heads)
@@ -377,6 +480,9 @@ def _rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     return theta, {**({"rope_type": kind} if kind else {}), **scaling}
 
 
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+
+
 def _gguf_rope_scaling(file: GgufFile, fields: Fields, prefix: str) -> dict[str, Any] | None:
     kind = fields.text(prefix + "type")
     longrope = longrope_of(file)
@@ -385,10 +491,23 @@ def _gguf_rope_scaling(file: GgufFile, fields: Fields, prefix: str) -> dict[str,
         scaling = {"rope_type": "longrope", **longrope}
         if fields.get(prefix + "attn_factor") is not None:
             scaling["attention_factor"] = fields.number(prefix + "attn_factor", default=1.0)
-    elif kind in (None, "none"):
+    elif kind == "none":
         return None
     else:
-        scaling = {"rope_type": kind, "factor": fields.number(prefix + "factor", default=1.0)}
+        # The first files said nothing but the factor, under a name of its own.
+        factor = fields.optional_number(prefix + "factor", prefix.replace(".scaling.", ".scale_linear"))
+        if kind is None and factor is None:
+            return None
+        scaling = {"rope_type": kind or "linear", "factor": factor or 1.0}
+    if kind == "yarn":
+        scaling |= {
+            name: fields.number(prefix + key, default=1.0) for name, key in _YARN.items() if prefix + key in file
+        }
+        if multiplier := fields.optional_number(prefix + "yarn_log_multiplier"):
+            # DeepSeek's two measures, which are the same in all its models, times the 0.1 of the formula.
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier * 10)
+        # Where the slow dimensions begin is a whole number, but for gpt-oss.
+        scaling["truncate"] = file["general.architecture"] != "gpt-oss"
     original = fields.optional_count(prefix + "original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
@@ -405,12 +524,16 @@ def _partial_rotary_factor(fields: Fields) -> float | None:
     return factor
 
 
-def _layer_types(fields: Fields) -> tuple[str, ...] | None:
+def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
     types = fields.get("layer_types")
     if types is None:
         return None
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise StartupError(f"{fields.where}: layer_types must be a list of words, not {types!r}")
+    if len(types) != num_layers:
+        raise StartupError(f"{fields.where}: layer_types lists {len(types)} layers of {num_layers}")
+    if unknown := sorted(set(types) - LAYER_TYPES):
+        raise StartupError(f"{fields.where}: layer_types has {unknown[0]!r}, which is not supported")
     return tuple(types)
 
 

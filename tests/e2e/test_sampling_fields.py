@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import Answer, Client
-from tests.e2e.servers import LocalRouter, local_server
+from tests.e2e.servers import LocalRouter, launched, local_server
 from tests.fakes.tiny_model import write_tiny_llama
+from tests.server.sampling.plain import is_green
 
 pytestmark = [pytest.mark.slow, pytest.mark.row("E: Sampling and seeds")]
 
@@ -68,6 +71,34 @@ def test_bad_words_are_not_in_the_answer(router: LocalRouter, route: str) -> Non
                 assert [place_of(banned, plain.text) for banned in words] == [None] * len(words)
 
     router.run(run())
+
+
+@pytest.mark.row("A: watermark")
+def test_a_watermark_by_the_launchers_flags_is_found_in_the_answer(tmp_path: Path) -> None:
+    """By the rule in docs/differences.md: from the ids alone, and not in an answer without."""
+    gamma, length = 0.25, 200
+
+    def z_score(ids: tuple[int, ...]) -> float:
+        pairs = list(pairwise(ids))
+        hits = sum(is_green(token, before, gamma) for before, token in pairs)
+        return (hits - gamma * len(pairs)) / (gamma * (1 - gamma) * len(pairs)) ** 0.5
+
+    async def run(url: str) -> tuple[tuple[int, ...], ...]:
+        async with Client(url) as client:
+            asked = {"max_new_tokens": length, "ignore_eos": True, "seed": 3, "temperature": 1.4}
+            plain = await client.generate(PROMPT, **asked)
+            marked = await client.generate(PROMPT, watermark=True, **asked)
+            streamed = await client.generate(PROMPT, stream=True, watermark=True, **asked)
+        assert streamed.ids == marked.ids
+        return plain.ids, marked.ids
+
+    model = write_tiny_llama(tmp_path / "model", seed=7)
+    flags = ("--watermark-gamma", str(gamma), "--watermark-delta", "8.0")
+    with launched("--model-id", str(model), "--max-total-tokens", "512", *flags) as server:
+        plain, marked = asyncio.run(run(server.url))
+    assert abs(z_score(plain)) < 3
+    # All that a delta of 8 leaves red are tokens far more likely than any green one.
+    assert z_score(marked) > 15
 
 
 def native(path: str) -> tuple[str, Callable[[dict[str, Any]], dict[str, Any]], Callable[[Any], str]]:

@@ -120,6 +120,10 @@ def test_a_stop_string_that_ends_inside_a_token(router: LocalRouter) -> None:
     router.run(run())
 
 
+def is_word(piece: str) -> bool:
+    return piece.isascii() and piece.strip().isalpha()
+
+
 def stop_inside(answer: Answer) -> tuple[str, str, int]:
     """(text before it, a stop string that ends inside a token and begins in an earlier one, pieces up to its end)."""
     before = ""
@@ -130,6 +134,56 @@ def stop_inside(answer: Answer) -> tuple[str, str, int]:
                 return before[:-2], stop, index + 1
         before += piece
     raise AssertionError(f"no such place in {answer}")
+
+
+@pytest.mark.row("A: stop")
+def test_a_stop_string_within_min_tokens_does_not_end_the_answer(router: LocalRouter) -> None:
+    async def run() -> None:
+        async with Client(router.url) as client:
+            native = await client.generate("Hello", stream=True, max_new_tokens=60, **sampled(1))
+            _, stop, _ = stop_inside(native)
+            asked = {"max_new_tokens": 60, "stop": [stop], **sampled(1)}
+            num_tokens = len((await client.generate("Hello", **asked)).ids)
+            for stream in (False, True):
+                ended = await client.generate("Hello", stream, min_tokens=num_tokens - 1, **asked)
+                assert (len(ended.ids), ended.finish) == (num_tokens, "stop_sequence")
+                longer = await client.generate("Hello", stream, min_tokens=num_tokens, **asked)
+                assert len(longer.ids) > num_tokens
+                assert longer.ids == native.ids[: len(longer.ids)]
+                assert stop in longer.text
+
+    router.run(run())
+
+
+@pytest.mark.fault("lmdeploy#3131")
+@pytest.mark.row("A: stop")
+def test_a_stop_token_stays_in_the_text_where_a_stop_string_does(router: LocalRouter) -> None:
+    async def run() -> None:
+        async with Client(router.url) as client:
+            free = await client.generate("Hello", stream=True, max_new_tokens=60, **sampled(3))
+            texts = free.pieces
+            assert len(texts) == len(free.ids), "special tokens would have no piece"
+            # Behind a whole character, and nowhere before.
+            index = next(i for i in range(3, 60) if is_word(texts[i - 1]) and is_word(texts[i]))
+            before, piece, stop = "".join(texts[:index]), texts[index], free.ids[index]
+            assert stop not in free.ids[:index]
+            for include, native_text, v1_text in (
+                ({}, before + piece, before),
+                ({"include_stop_str_in_output": False}, before, before),
+                ({"include_stop_str_in_output": True}, before + piece, before + piece),
+            ):
+                asked = {"stop_token_ids": [stop], **include, **sampled(3)}
+                for stream in (False, True):
+                    found = await client.generate("Hello", stream, max_new_tokens=60, **asked)
+                    assert (found.text, found.ids) == (native_text, free.ids[: index + 1])
+                    assert "".join(found.pieces) == found.text
+                    assert (found.finish, found.stop_reason) == ("stop_sequence", stop)
+                _, answer = await client.exchange("/v1/completions", {"prompt": "Hello", "max_tokens": 60, **asked})
+                (choice,) = answer["choices"]
+                assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (v1_text, "stop", stop)
+                assert answer["usage"]["completion_tokens"] == index + 1
+
+    router.run(run())
 
 
 @pytest.mark.fault("TGI#2466", "TGI#2296", "vllm#27572")

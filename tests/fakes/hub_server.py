@@ -25,7 +25,7 @@ ERRORS = {"GatedRepo": 403, "RepoNotFound": 401, "RevisionNotFound": 404, "Entry
 @dataclass
 class Repository:
     files: dict[str, bytes]
-    gated: bool = False  # to those without the token
+    gated: bool = False  # files only for those with the token; their list is open, as on the hub
     revisions: tuple[str, ...] = ("main",)
 
 
@@ -38,6 +38,12 @@ class Hub:
     cut_after: int | None = None  # bytes of a large file after which the connection ends, once per file
     gone_after_cut: bool = False  # a file whose connection was cut is no more to be had
     status: int | None = None  # answered to everything
+    busy: list[tuple[int, dict[str, str]]] = field(default_factory=list)  # status and headers of the next answers
+    stuck_after: int | None = None  # bytes of a large file after which nothing more comes, on its first connection
+    stuck: threading.Event = field(default_factory=threading.Event)  # so many bytes were sent
+    no_ranges: bool = False  # large files come from their beginning, whatever was asked for
+    sent: dict[str, bytes] = field(default_factory=dict)  # file name -> bytes sent instead of the announced ones
+    xet: bool = False  # large files lie in Xet storage too
     hold: threading.Event | None = None  # nothing is answered before it is set
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     address: str = ""
@@ -102,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.hold.wait()
         if self.hub.status is not None:
             self._send(self.hub.status, b"busy", {})
+        elif self.hub.busy and path != "/api/agent-harnesses":  # which the client asks for once a day
+            status, headers = self.hub.busy.pop(0)
+            self._send(status, b"busy", headers)
         elif path.startswith("/cdn/"):
             self._cdn(path)
         elif api := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", path):
@@ -113,12 +122,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._error("EntryNotFound")
 
-    def _repository(self, name: str, revision: str) -> Repository | None:
+    def _repository(self, name: str, revision: str, files: bool = False) -> Repository | None:
         """The repository, or None after the fitting error was sent."""
         repository = self.hub.repositories.get(name)
         if repository is None:
             self._error("RepoNotFound")
-        elif repository.gated and self.headers.get("authorization") != f"Bearer {self.hub.token}":
+        elif files and repository.gated and self.headers.get("authorization") != f"Bearer {self.hub.token}":
             self._error("GatedRepo")
         elif revision not in (*repository.revisions, SHA):
             self._error("RevisionNotFound")
@@ -137,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json([_entry(file, content) for file, content in repository.files.items()])
 
     def _file(self, name: str, revision: str, file: str) -> None:
-        repository = self._repository(name, revision)
+        repository = self._repository(name, revision, files=True)
         if repository is None:
             return
         content = repository.files.get(file)
@@ -148,18 +157,27 @@ class _Handler(BaseHTTPRequestHandler):
         if len(content) < LARGE:
             self._send(200, content, headers)
             return
+        if self.hub.xet:
+            headers |= {"X-Xet-Hash": hashlib.sha256(content).hexdigest()}
+            headers |= {"X-Xet-Refresh-Route": f"{self.hub.address}/api/models/{name}/xet-read-token/{SHA}"}
         headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"'}
         self._send(302, b"", headers | {"Location": f"{self.hub.content_address}/cdn/{name}/{file}"})
 
     def _cdn(self, path: str) -> None:
         owner, name, file = path.removeprefix("/cdn/").split("/", 2)
         content = self.hub.repositories[f"{owner}/{name}"].files[file]
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
+        wanted = None if self.hub.no_ranges else re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
         start = int(wanted[1]) if wanted else 0
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        content = self.hub.sent.get(file, content)
         cut = self.hub.cut_after
+        if self.command == "GET" and self.hub.stuck_after is not None and not self.hub.stuck.is_set():
+            self._send(206 if wanted else 200, content[start:], headers, self.hub.stuck_after)
+            self.hub.stuck.set()
+            self.connection.recv(1)  # until the other side goes away
+            return
         if self.command == "GET" and cut is not None and path not in self.hub.cut:
             self.hub.cut.add(path)
             self._send(206 if wanted else 200, content[start:], headers, cut)

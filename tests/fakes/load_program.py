@@ -1,6 +1,6 @@
 """A process that loads a model as a shard does and prints the most anonymous memory that it ever had.
 
-Run as `python load_program.py MODEL DTYPE`. Bytes; Linux only.
+Run as `python load_program.py MODEL DTYPE RANK RANKS PORT`. Bytes; Linux only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from tgi.model_config import read_model_config
 from tgi.server.distributed.group import make_group
 from tgi.server.models.registry import build_model
+from tgi.server.weights import allocation
 from tgi.server.weights.checkpoint import open_checkpoint
 from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
 
@@ -25,7 +26,9 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
-def main(path: Path, dtype: torch.dtype) -> None:
+def main(path: Path, dtype: torch.dtype, rank: int, ranks: int, port: int) -> None:
+    device = torch.device("cpu")
+    group = make_group(rank, ranks, "localhost", port, device)
     peak, done = anonymous_bytes(), threading.Event()
 
     def watch() -> None:
@@ -35,16 +38,17 @@ def main(path: Path, dtype: torch.dtype) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    device = torch.device("cpu")
     checkpoint = TrackedCheckpoint(open_checkpoint(path))
-    model = build_model(read_model_config(path), checkpoint, dtype, device, make_group(0, 1, "localhost", 0, device))
+    with allocation.apart():
+        model = build_model(read_model_config(path), checkpoint, dtype, device, group)
     checkpoint.check_all_read()
     checkpoint.close()
     done.set()
     watcher.join()
     print(max(peak, anonymous_bytes()))
     del model
+    group.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]))
+    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]), *map(int, sys.argv[3:]))

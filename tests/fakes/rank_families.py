@@ -1,7 +1,7 @@
 """One rank of many tiny models, in turn: `python -m tests.fakes.rank_families RANK WORLD PORT JOB DEVICE`.
 
 DEVICE is cpu (over gloo) or cuda (over NCCL, a device for each rank). JOB is a file with a list of {path,
-sequences}; rank 0 writes the logits of a model's sequences to its `ranks.npz`.
+sequences}; rank 0 writes the logits of a model's sequences to `ranks.npz` in its folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         checkpoint.close()
         logits = paged_logits(built, TorchBackend("torch", 16), model["sequences"], device=device)
         if rank == 0:
-            np.savez(path / "ranks.npz", *(part.numpy() for part in logits))
+            np.savez((path if path.is_dir() else path.parent) / "ranks.npz", *(part.numpy() for part in logits))
     group.close()
 
 

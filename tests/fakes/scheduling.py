@@ -22,7 +22,10 @@ TOKENIZER = byte_tokenizer()
 
 
 def open_text(request: ValidRequest) -> AnswerText:
-    return TextStream(TOKENIZER, request.prompt_ids, request.stopping.stop_strings, request.stopping.include_stop)
+    stopping = request.stopping
+    return TextStream(
+        TOKENIZER, request.prompt_ids, stopping.stop_strings, stopping.include_stop, stopping.min_new_tokens
+    )
 
 
 def make_request(
@@ -32,6 +35,7 @@ def make_request(
     stop: tuple[str, ...] = (),
     include_stop: bool = True,
     stop_ids: tuple[int, ...] = (),
+    min_new_tokens: int = 0,
     ignore_eos: bool = False,
     sampling: Sampling | None = None,
     **fields: object,
@@ -41,6 +45,7 @@ def make_request(
         stop_strings=stop,
         include_stop=include_stop,
         stop_ids=stop_ids,
+        min_new_tokens=min_new_tokens,
         ignore_eos=ignore_eos,
     )
     return ValidRequest(pack(prompt), sampling or Sampling(), stopping, **fields)  # pyright: ignore[reportArgumentType]

@@ -193,8 +193,6 @@ REFUSED = {
     "--quantize gptq": "--quantize",
     "--speculate 3": "--speculate",
     "--kv-cache-dtype fp8_e5m2": "--kv-cache-dtype",
-    "--rope-scaling linear": "--rope-scaling",
-    "--rope-factor 2": "--rope-factor",
     "--ngrok": "--ngrok",
     "--ngrok-authtoken t": "--ngrok-authtoken",
     "--ngrok-edge e": "--ngrok-edge",

@@ -141,3 +141,17 @@ def test_a_frozen_shard_is_not_waited_for_at_the_first_question(
             await client.close()
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [(True, "this model shares none: leave it out$"), (False, "prefix caching is off: .*, or set PREFIX_CACHING=1$")],
+)
+def test_why_no_prefixes_go_to_the_host_is_said(asked: bool, why: str) -> None:
+    config = replace(CONFIG, host_cache_bytes=1 << 20, prefix_caching=asked)
+
+    async def main() -> None:
+        with pytest.raises(StartupError, match=f"`host_cache_bytes` is for cached prefixes, but {why}"):
+            await warm_up(Shard(WELL, info=replace(INFO, prefix_caching=False)), config)  # pyright: ignore[reportArgumentType]
+
+    run(main)

@@ -59,9 +59,16 @@ def truncated(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def quantised(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+def configured(**changes: object) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | changes))
+
+    return spoil
+
+
+def nested_too_deep(path: Path) -> None:
+    (path / "config.json").write_text('{"a":' * 100_000)
 
 
 class Malicious:
@@ -96,8 +103,15 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
         (extra_tensor, "for which the model's configuration has no place"),
         (not_a_number, f"The weights of {UP} hold values that are no finite numbers"),
         (truncated, "model.safetensors cannot be read"),
-        (quantised, "quantised with 'gptq', which is not supported"),
+        (
+            configured(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "quantised with 'gptq', which is not supported",
+        ),
         (pickled, "must be converted to safetensors"),
+        (nested_too_deep, "config.json cannot be read: maximum recursion depth exceeded"),
+        (configured(num_hidden_layers=10**9), "holds no tensor model.layers.2.input_layernorm.weight"),
+        (configured(vocab_size=10**13), "model's configuration asks for [10000000000000, 64]"),
+        (configured(intermediate_size=10**13), "model's configuration asks for [10000000000000, 64]"),
     ],
 )
 def test_serving_it_ends_with_one_line(tmp_path: Path, spoil: Callable[[Path], None], told: str) -> None:

@@ -47,6 +47,25 @@ def test_the_length_of_a_request_is_known_before_the_model_is_built() -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "rope"),
+    [
+        ({}, None),
+        ({"ROPE_SCALING": "dynamic", "ROPE_FACTOR": "4"}, ("dynamic", 4.0)),
+        ({"ROPE_FACTOR": "2"}, ("linear", 2.0)),
+        ({"ROPE_SCALING": "dynamic"}, ("dynamic", 1.0)),
+    ],
+)
+def test_a_scaling_of_positions(environment: dict[str, str], rope: tuple[str, float] | None) -> None:
+    assert resolved(**environment).rope == rope
+
+
+@pytest.mark.parametrize("environment", [{"ROPE_SCALING": "yarn"}, {"ROPE_FACTOR": "0.5"}, {"ROPE_FACTOR": "inf"}])
+def test_a_scaling_that_means_nothing_is_refused_by_name(environment: dict[str, str]) -> None:
+    with pytest.raises(StartupError, match=f"^{next(iter(environment))} must be"):
+        resolved(**environment)
+
+
+@pytest.mark.parametrize(
     ("flag", "value"),
     [("hung_after", 0.0), ("hung_after", float("nan")), ("budget_scale", 0.05), ("budget_scale", 1.1)],
 )

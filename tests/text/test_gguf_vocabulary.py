@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes.tokenizer import byte_alphabet, sentencepiece, unpacked, write_gguf
+from tests.fakes.tokenizer import SPM_TOKENS, byte_alphabet, sentencepiece, unpacked, write_gguf
 from tgi.errors import StartupError
 from tgi.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -72,6 +74,17 @@ WORDS = (" 12", " Hi", "1234", "a1", "'T", "Hi", "!\n", "\n\n", ".a", "..", "===
         ("gpt-4o", "1234 12", ["123", "4", " ", "12"]),
         ("gpt-4o", "HiHi", ["Hi", "Hi"]),
         ("falcon3", "1234", ["123", "4"]),
+        ("falcon", "1234 12", ["123", "4", " 12"]),
+        ("deepseek-llm", "1234 12", ["1234", " ", "12"]),
+        ("deepseek-llm", "Hi Hi!\n", ["Hi", " Hi", "!", "\n"]),
+        ("deepseek-coder", "1234 12", ["1", "2", "3", "4", " ", "1", "2"]),
+        ("deepseek-coder", "Hi Hi!\n\n", ["Hi", " Hi", "!", "\n", "\n"]),
+        ("deepseek-v3", "1234 12", ["123", "4", " ", "12"]),
+        ("deepseek-v3", "Hi!\n.a ..", ["Hi", "!\n", ".a", " ", ".."]),
+        ("seed-coder", "Hi!\n.a1234", ["Hi", "!", "\n", ".a", "1", "2", "3", "4"]),
+        ("stablelm2", "1234", ["1", "2", "3", "4"]),
+        ("bloom", "a1 Hi.a\u2026.", ["a1", " Hi", ".", "a", "\ufffd", "\ufffd", "\ufffd", "."]),
+        ("viking", "a1 Hi.a", ["a", "1", " Hi", ".", "a"]),
         ("default", "1234 12", ["123", "4", " ", "12"]),
         ("default", "Hi..===a1", ["Hi", "..", "===", "a", "1"]),
     ],
@@ -91,9 +104,16 @@ def test_a_whole_piece_wins_over_merges_only_where_the_model_says_so(load: Load)
     assert pieces(make("gpt-2"), "xyz") == ["x", "y", "z"]
 
 
-def test_qwen2_composes_characters_first(load: Load) -> None:
-    assert load(pre="qwen2").encode("e\u0301", False).ids == load(pre="qwen2").encode("é", False).ids
-    assert load(pre="gpt-2").encode("e\u0301", False).ids != load(pre="gpt-2").encode("é", False).ids
+@pytest.mark.parametrize(
+    ("pre", "composes"),
+    [
+        *((pre, True) for pre in ("qwen2", "stablelm2", "command-r", "mpt", "olmo")),
+        *((pre, False) for pre in ("gpt-2", "smollm", "llama-bpe", "deepseek-v3", "falcon")),
+    ],
+)
+def test_some_compose_characters_first(load: Load, pre: str, composes: bool) -> None:
+    tokenizer = load(pre=pre)
+    assert (tokenizer.encode("e\u0301", False).ids == tokenizer.encode("é", False).ids) == composes
 
 
 @pytest.mark.parametrize(
@@ -108,6 +128,17 @@ def test_qwen2_composes_characters_first(load: Load) -> None:
 def test_what_is_unknown_or_broken_is_refused_by_name(load: Load, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         load(**changes)
+
+
+def test_a_file_that_does_not_name_its_cut_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = byte_level()
+    load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata))
+    assert not caplog.records
+    del metadata["tokenizer.ggml.pre"]
+    load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata))
+    assert "does not name its pre-tokenizer" in caplog.text
 
 
 def test_a_file_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -138,6 +169,17 @@ def test_every_kind_of_end_counts(load: Load) -> None:
     assert load(special=special).eos_ids == (257, 258)  # found by its text: older files have no key for it
     assert load(special=special, eot_token_id=259).eos_ids == (257, 259)
     assert load(special=special, eos_token_id=258, eom_token_id=259).eos_ids == (258, 259)
+
+
+def test_the_end_of_a_text_counts_beside_that_of_a_turn(load: Load) -> None:
+    special = ("<s>", "</s>", "<|eot_id|>", "<|end_of_text|>")
+    assert load(special=special).eos_ids == load(special=special, eot_token_id=258).eos_ids == (257, 258, 259)
+
+
+def test_what_ends_a_part_of_an_answer_of_gpt_oss_does_not_end_it(load: Load) -> None:
+    special = ("<s>", "<|return|>", "<|call|>", "<|end|>")
+    assert load(special=special).eos_ids == (257, 258)
+    assert load(special=special, eot_token_id=259).eos_ids == (257, 258)
 
 
 def test_user_defined_tokens_are_found_in_text_but_are_not_special(load: Load) -> None:
@@ -184,6 +226,78 @@ def test_sentencepiece_without_the_leading_blank(tmp_path: Path) -> None:
     metadata = sentencepiece(add_space_prefix=False, add_bos_token=False)
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata))
     assert [tokenizer.token_text(token_id) for token_id in unpacked(tokenizer.encode("abc a").ids)] == ["abc", " a"]
+
+
+def test_of_equal_scores_the_earlier_piece_wins(tmp_path: Path) -> None:
+    """Converters that have no scores write the same one everywhere; pieces lie in the order that they were learnt."""
+    metadata = sentencepiece(add_space_prefix=False)
+    tokens = [*SPM_TOKENS, "a", "b", "c", "bc", "ab"]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.scores"] = [-1000.0] * len(tokens)
+    metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [6] * 256 + [1] * 5
+    assert pieces(load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata)), "abc") == ["a", "bc"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sentencepiece_splits_as_its_definition_says(tmp_path: Path, seed: int) -> None:
+    """Random vocabularies: again and again the adjacent pair whose joint piece has the best score is joined."""
+    chance = random.Random(seed)
+    words = list("▁ab=-")
+    while len(words) < 90:
+        word = chance.choice(words) + chance.choice(words)
+        if len(word) <= 8 and word not in words:
+            words.append(word)
+    scores = dict(zip(words, chance.sample(range(-len(words), 0), len(words))))
+    metadata = sentencepiece(add_space_prefix=seed % 2 == 0)
+    metadata["tokenizer.ggml.tokens"] = [*SPM_TOKENS, *words]
+    metadata["tokenizer.ggml.scores"] = [0.0] * len(SPM_TOKENS) + [float(scores[word]) for word in words]
+    metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [6] * 256 + [1] * len(words)
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata))
+    for _ in range(200):
+        text = "".join(chance.choices("ab =-é", (9, 9, 9, 9, 9, 1), k=chance.randrange(1, 40)))
+        ids = unpacked(tokenizer.encode(text, add_special_tokens=False).ids)
+        assert [metadata["tokenizer.ggml.tokens"][token_id] for token_id in ids] == merged(text, scores, seed % 2 == 0)
+        assert tokenizer.decode(ids) == text
+
+
+def merged(text: str, scores: dict[str, int], prefix: bool) -> list[str]:
+    parts = list(("▁" if prefix else "") + text.replace(" ", "▁"))
+    while True:
+        joint = [
+            (scores[left + right], -at) for at, (left, right) in enumerate(pairwise(parts)) if left + right in scores
+        ]
+        if not joint:
+            break
+        at = -max(joint)[1]
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+    spelled = [[part] if part in scores else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [token for tokens in spelled for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "expected"),
+    [
+        ("phi3", "<|user|>\n a", ["<|user|>", " a"]),
+        ("phi3", "<s>\na", ["<s>", " ", "\n", "a"]),
+        ("llama", "<|user|>\na", ["<|user|>", " ", "\n", "a"]),
+    ],
+)
+def test_blanks_behind_the_marks_of_phi3_are_no_text(
+    tmp_path: Path, architecture: str, text: str, expected: list[str]
+) -> None:
+    metadata: dict[str, Any] = {"general.architecture": architecture, **sentencepiece()}
+    for name, value in (("tokens", "<|user|>"), ("scores", -1000.0), ("token_type", 4)):
+        metadata[f"tokenizer.ggml.{name}"].append(value)
+    assert pieces(load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata)), text) == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_piece_beyond_all_bounds_does_not_stop_the_start(tmp_path: Path) -> None:
+    """All its splits would take hours."""
+    metadata = sentencepiece()
+    for name, value in (("tokens", "a" * 2_000_000), ("scores", -1000.0), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{name}"].append(value)
+    assert pieces(load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata)), "abc") == [" abc"]
 
 
 def test_sentencepiece_needs_scores(tmp_path: Path) -> None:

@@ -49,6 +49,28 @@ def test_found_where_the_definition_finds_it_whatever_the_pieces(pieces: list[st
     assert wanted is None
 
 
+@given(cut_texts(), STOPS, st.integers(0, 4))
+def test_what_ends_in_a_text_that_is_passed_over_does_not_count(
+    pieces: list[str], stops: list[str], num_passed: int
+) -> None:
+    matcher = StopMatcher(tuple(stops))
+    seen = ""
+    for piece in pieces[:num_passed]:
+        matcher.pass_over(piece)
+        seen += piece
+        assert matcher.held == longest_candidate(seen, stops)
+    for piece in pieces[num_passed:]:
+        ends = range(len(seen) + 1, len(seen) + len(piece) + 1)
+        found = [(end - len(seen), stop) for end in ends for stop in stops if (seen + piece)[:end].endswith(stop)]
+        match = matcher.feed(piece)
+        seen += piece
+        if found:
+            assert match is not None
+            assert (match.end, -len(match.stop)) == min((end, -len(stop)) for end, stop in found)
+            return
+        assert match is None
+
+
 def test_empty_stop_strings_match_nothing() -> None:
     matcher = StopMatcher(("",))
     assert matcher.feed("abc") is None

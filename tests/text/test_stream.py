@@ -22,9 +22,11 @@ WITH_SPECIAL = st.lists(
 )
 
 
-def run(ids: list[int], stops: tuple[str, ...] = (), include_stop: bool = False) -> tuple[str, list[Piece]]:
+def run(
+    ids: list[int], stops: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
+) -> tuple[str, list[Piece]]:
     """The plain text, checked against the stream, and the pieces."""
-    stream = TextStream(TOKENIZER, b"", stops, include_stop)
+    stream = TextStream(TOKENIZER, b"", stops, include_stop, min_tokens)
     pieces: list[Piece] = []
     for token_id in ids:
         pieces.append(stream.push(token_id))
@@ -51,13 +53,20 @@ def test_streamed_equals_plain(ids: list[int]) -> None:
     IDS,
     st.lists(st.sampled_from(["STOP", "TOP", "OPS", "\n\n", "日本", "é👍", "P x", "ab", " "]), min_size=1),
     st.booleans(),
+    st.integers(0, 6),
 )
-def test_a_stop_string_cuts_the_text_wherever_tokens_begin(ids: list[int], stops: list[str], include: bool) -> None:
+def test_a_stop_string_cuts_the_text_wherever_tokens_begin(
+    ids: list[int], stops: list[str], include: bool, min_tokens: int
+) -> None:
     whole = TOKENIZER.decode(ids)
+    early = sum(len(piece.text) for piece in run(ids[:min_tokens])[1])
     found = [
-        (end, -len(stop), stop) for end in range(1, len(whole) + 1) for stop in stops if whole[:end].endswith(stop)
+        (end, -len(stop), stop)
+        for end in range(early + 1, len(whole) + 1)
+        for stop in stops
+        if whole[:end].endswith(stop)
     ]
-    text, pieces = run(ids, tuple(stops), include)
+    text, pieces = run(ids, tuple(stops), include, min_tokens)
     if not found:
         assert text == whole
         assert all(piece.stop is None for piece in pieces)
@@ -129,6 +138,22 @@ def test_it_stops_also_when_the_model_spells_it_in_plain_tokens() -> None:
 def test_the_answer_names_the_stop_string_that_matched() -> None:
     for ids, stop in ((ids_of("abc\n\n"), "\n\n"), (ids_of("abSTOP"), "STOP"), (ids_of("ab, STO"), "STO")):
         assert run(ids, ("\n\n", "STO" if stop == "STO" else "STOP"))[1][-1].stop == stop
+
+
+def test_stop_strings_count_behind_the_least_length() -> None:
+    assert run(ids_of("aSTOPbSTOP"), ("STOP",), False, 4)[0] == "a"
+    text, pieces = run(ids_of("aSTOPbSTOP"), ("STOP",), False, 5)
+    assert text == "aSTOPb"
+    assert [piece.text for piece in pieces] == ["a", "", "", "", "STOP", "b", "", "", "", ""]
+    assert run(ids_of("xxx"), ("xx",), False, 2)[0] == "x"  # it begins within, and ends behind
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, ""), (1, "hi"), (3, "hi"), (4, "hiyo")])
+def test_the_text_of_a_special_token_counts_behind_the_least_length(min_tokens: int, expected: str) -> None:
+    ids = [TURN_END_ID, *ids_of("hi"), TURN_END_ID, *ids_of("yo"), TURN_END_ID]
+    text, pieces = run(ids, ("<|im_end|>",), False, min_tokens)
+    assert text == expected
+    assert pieces[-1] == Piece("<|im_end|>", True, "<|im_end|>")
 
 
 @given(

@@ -29,6 +29,7 @@ def test_all_recorded_strings_encode_to_the_recorded_ids(smollm2: Tokenizer) -> 
     assert len(recorded["strings"]) == len(recorded["ids"]) == 2010
     for text, ids in zip(recorded["strings"], recorded["ids"], strict=True):
         assert unpacked(smollm2.encode(text, add_special_tokens=False).ids) == ids, text
+        assert smollm2.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.real_model

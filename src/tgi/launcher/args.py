@@ -246,16 +246,12 @@ class LauncherArgs:
     )
     rope_scaling: str | None = _flag(
         None,
-        "Stretch the positions of the model.",
+        "Stretch the positions of the model, instead of what its own config says.",
         choices=("linear", "dynamic"),
-        policy=Policy.REFUSED,
-        note="only the scaling written in the model's own config is served yet",
     )
     rope_factor: float | None = _flag(
         None,
-        "Factor of --rope-scaling.",
-        policy=Policy.REFUSED,
-        note="only the scaling written in the model's own config is served yet",
+        "Factor of --rope-scaling; alone it means linear.",
     )
     json_output: bool = _flag(False, "Write the log as JSON lines.")
     otlp_endpoint: str | None = _flag(None, "Where to send traces (OTLP over gRPC), http://host:4317.")

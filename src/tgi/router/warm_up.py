@@ -26,10 +26,10 @@ async def warm_up(client: ShardClient, config: RouterConfig) -> tuple[ShardInfo,
     """Wait for the shard, then have it size its KV cache. The launcher ends us if the shard never comes."""
     info = await _wait_for_shard(client, config.master_shard_uds_path)
     if config.host_cache_bytes and not caches_prefixes(config, info):
-        raise StartupError(
-            "Argument validation error: `host_cache_bytes` is for cached prefixes, but prefix caching is off: "
-            "leave it out, or set PREFIX_CACHING=1"
-        )
+        why = "prefix caching is off: leave it out, or set PREFIX_CACHING=1"
+        if config.prefix_caching:
+            why = "this model shares none: leave it out"
+        raise StartupError(f"Argument validation error: `host_cache_bytes` is for cached prefixes, but {why}")
     logger.info("Warming up model")
     warm = await _warmed(client, config)
     check(config, info, warm)

@@ -30,6 +30,7 @@ class ShardConfig:
     cuda_memory_fraction: float
     max_batch_size: int | None
     max_total_tokens: int | None = None  # of one request; None: found at warm-up
+    rope: tuple[str, float] | None = None  # kind and factor, in the place of what the model says
     load_format: str = "auto"  # "dummy": random weights made on the device
     hung_after: float = 30.0  # seconds: a running step that takes less is never hung
     budget_scale: float = 1.0  # of the prefill budget

@@ -100,6 +100,7 @@ def resolve(
         cuda_memory_fraction=env.get("CUDA_MEMORY_FRACTION", source),
         max_batch_size=env.get("MAX_BATCH_SIZE", source),
         max_total_tokens=max_total_tokens,
+        rope=_rope(source),
         load_format=args.load_format,
         hung_after=args.hung_after,
         budget_scale=args.budget_scale,
@@ -107,6 +108,18 @@ def resolve(
         otlp_endpoint=args.otlp_endpoint,
         otlp_service_name=args.otlp_service_name,
     )
+
+
+def _rope(source: Mapping[str, str] | None) -> tuple[str, float] | None:
+    """Kind and factor of ROPE_SCALING and ROPE_FACTOR; a factor alone means linear."""
+    kind, factor = env.get("ROPE_SCALING", source), env.get("ROPE_FACTOR", source)
+    if kind is None and factor is None:
+        return None
+    if kind not in (None, "linear", "dynamic"):
+        raise StartupError(f"ROPE_SCALING must be linear or dynamic; it is {kind}")
+    if factor is not None and not 1 <= factor < math.inf:
+        raise StartupError(f"ROPE_FACTOR must be at least 1; it is {factor}")
+    return kind or "linear", 1.0 if factor is None else factor
 
 
 def _ranks(sharded: bool, source: Mapping[str, str] | None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 
 from tgi import env
 from tgi.errors import StartupError
-from tgi.model_config import ModelConfig, read_model_config
+from tgi.model_config import ModelConfig, read_model_config, with_rope_scaling
 from tgi.observability.tracing import open_tracer
 from tgi.server.attention.select import make_backend
 from tgi.server.config import ShardConfig
@@ -44,6 +44,7 @@ from tgi.server.platforms.platform import Platform
 from tgi.server.rpc.interceptors import ErrorInterceptor
 from tgi.server.rpc.v3 import DEFAULT_MAX_ROWS, V3Service
 from tgi.server.rpc.v4 import FollowerService, V4Service
+from tgi.server.weights import allocation
 from tgi.server.weights.checkpoint import open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
 from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 RPC_THREADS = 16  # a stream holds one while it lasts; health must always find one
 STOP_GRACE_S = 2.0
+VOCABULARY_S = 30.0  # the most that a start that has failed waits for the vocabulary
 OUT_OF_MEMORY = 75  # exit code (EX_TEMPFAIL): start again with a smaller --budget-scale
 
 
@@ -100,7 +102,12 @@ def _serve_rank(
             code = _follow(config, _load(config, model_config, group, device), platform, faults)
         else:
             vocabulary = read_beside(config.model_path, model_config.vocab_size, model_config.eos_ids)
-            runner = _load(config, model_config, group, device)
+            try:
+                runner = _load(config, model_config, group, device)
+            except Exception:
+                # Its thread runs native code, which must not see the interpreter end.
+                wait((vocabulary,), VOCABULARY_S)
+                raise
             code = _lead(config, model_config, runner, vocabulary, platform, faults, tracer)
     except Exception as error:
         if config.world_size == 1:
@@ -123,9 +130,17 @@ def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: 
         checkpoint = TrackedCheckpoint(open_checkpoint(config.model_path))
     try:
         plugins = config.model_plugins
+        if config.rope is not None:
+            if not has_module(model_config, plugins):
+                raise StartupError(
+                    f"ROPE_SCALING: {model_config.model_type!r} is served through transformers, which scales as the "
+                    "model's own config says; leave --rope-scaling out"
+                )
+            model_config = with_rope_scaling(model_config, *config.rope)
         longest = config.max_total_tokens
-        model = build_model(model_config, checkpoint, dtype, device, group, longest, plugins, config.model_path)
-        if has_module(model_config.model_type, plugins):
+        with allocation.apart():
+            model = build_model(model_config, checkpoint, dtype, device, group, longest, plugins, config.model_path)
+        if has_module(model_config, plugins):
             has_drafts = bool(model_config.raw.get("num_nextn_predict_layers"))
             checkpoint.check_all_read(model_config.num_layers if has_drafts else None)
     finally:

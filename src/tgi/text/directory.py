@@ -90,7 +90,7 @@ def _read_json(path: Path, required: bool = False, flag: str = "--tokenizer-conf
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} cannot be read: {error}. Correct or fetch it again") from error
     if not isinstance(value, dict):
         raise StartupError(f"{path} must hold a JSON object. Correct or fetch it again")

@@ -44,6 +44,13 @@ class _Automaton:
         self.state = state
         return -1
 
+    def pass_over(self, text: str) -> None:
+        """Read all of a text; occurrences that end in it do not count."""
+        begin = 0
+        while (end := self.feed(text[begin:], len(text) - begin)) >= 0:
+            begin += end
+            self.state = self._border(len(self.stop))
+
     def _border(self, length: int) -> int:
         borders, stop = self._borders, self.stop
         while len(borders) <= length:
@@ -73,5 +80,14 @@ class StopMatcher:
                 best = StopMatch(automaton.stop, end)
                 limit = end
         if best is None:
-            self.held = max([automaton.state for automaton in self._automata], default=0)
+            self._hold()
         return best
+
+    def pass_over(self, text: str) -> None:
+        """Read a text in which no stop string may end. One that begins in it may end in what is fed later."""
+        for automaton in self._automata:
+            automaton.pass_over(text)
+        self._hold()
+
+    def _hold(self) -> None:
+        self.held = max([automaton.state for automaton in self._automata], default=0)

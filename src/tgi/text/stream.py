@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tgi.text.stop_strings import StopMatcher
+from tgi.text.stop_strings import StopMatch, StopMatcher
 
 if TYPE_CHECKING:
     from tgi.text.tokenizer import Tokenizer
@@ -24,12 +24,14 @@ class TextStream:
 
     The answer's text is all pieces that are not special, joined, and `finish()`. A stop string cuts it: right behind
     itself with `include_stop`, else right before; nothing may be pushed after it. Stop strings that hold the text of a
-    special token are sought in the text with special tokens spelled out, all others in the visible text.
+    special token are sought in the text with special tokens spelled out, all others in the visible text. Those that end
+    within the first `min_tokens` tokens do not count.
     """
 
     __slots__ = (
         "_decode",
         "_detokenizer",
+        "_early",
         "_held",
         "_include_stop",
         "_marked",
@@ -41,13 +43,19 @@ class TextStream:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: bytes, stop_strings: tuple[str, ...], include_stop: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: bytes,
+        stop_strings: tuple[str, ...],
+        include_stop: bool,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._detokenizer = tokenizer.detokenizer(prompt_ids)
         self._decode = self._detokenizer.push
         self._include_stop = include_stop
+        self._early = min_tokens  # tokens still to come within which no stop string counts; below 0 it does
         self._parts: list[str] = []
         self._held = ""  # visible text that is not given out yet
         self._plain: StopMatcher | None = None
@@ -66,6 +74,7 @@ class TextStream:
         return "".join(self._parts)
 
     def push(self, token_id: int) -> Piece:
+        self._early -= 1
         if token_id in self._special_ids:
             return self._push_special(token_id)
         text = self._decode(token_id)
@@ -85,10 +94,10 @@ class TextStream:
 
     def _push_watched(self, text: str) -> Piece:
         plain, marked = self._plain, self._marked
-        found = plain.feed(text) if plain is not None else None
+        found = self._find(plain, text) if plain is not None else None
         visible_len = len(found.stop) if found else 0
         if marked is not None:
-            also = marked.feed(text)
+            also = self._find(marked, text)
             self._trail.append((also.end if also else len(text), True))
             if also and (found is None or (also.end, -len(also.stop)) < (found.end, -len(found.stop))):
                 found = also
@@ -110,7 +119,7 @@ class TextStream:
         literal = self._tokenizer.token_text(token_id)
         if self._marked is None or not literal:
             return Piece(literal, True, None)
-        found = self._marked.feed(literal)
+        found = self._find(self._marked, literal)
         self._trail.append((found.end if found else len(literal), False))
         if found is None:
             self._forget()
@@ -122,6 +131,12 @@ class TextStream:
             return self._give(rest, "", found.stop)
         self._held = ""
         return Piece(literal, True, found.stop)
+
+    def _find(self, matcher: StopMatcher, text: str) -> StopMatch | None:
+        if self._early < 0:
+            return matcher.feed(text)
+        matcher.pass_over(text)
+        return None
 
     def _give(self, text: str, held: str, stop: str | None) -> Piece:
         self._held = held

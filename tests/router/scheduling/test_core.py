@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.scheduling import TOKENIZER, Link, MemorySink, joined, make_request, submit
 from tests.fakes.scripted_shard import PlainShard, reference
-from tests.fakes.tokenizer import EOS_ID, ids_of
+from tests.fakes.tokenizer import BOS_ID, EOS_ID, ids_of
 from tgi.enums import FinishReason
 from tgi.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from tgi.router.backend import Flushed, TokenEvent
@@ -144,12 +144,58 @@ def test_eos_beats_length_on_the_last_token() -> None:
     assert sink.finish.reason is FinishReason.EOS_TOKEN
 
 
-def test_a_stop_id_is_named() -> None:
+@pytest.mark.parametrize(("include_stop", "text"), [(True, "ab"), (False, "a")])
+@pytest.mark.parametrize("stop", [(), ("ax",)], ids=["", "text is held back"])
+def test_a_stop_id_is_named_and_shown_as_a_stop_string_is(include_stop: bool, text: str, stop: tuple[str, ...]) -> None:
     link = joined(letters("abc"))
-    _, sink = submit(link, make_request([1], 20, stop_ids=(ord("b"),)))
+    _, sink = submit(link, make_request([1], 20, stop_ids=(ord("b"),), stop=stop, include_stop=include_stop))
     settle(link)
     assert sink.finish is not None
-    assert (sink.finish.reason, sink.finish.stop, sink.finish.text) == (FinishReason.STOP_SEQUENCE, ord("b"), "ab")
+    assert (sink.finish.reason, sink.finish.stop, sink.finish.num_generated) == (
+        FinishReason.STOP_SEQUENCE,
+        ord("b"),
+        2,
+    )
+    assert sink.finish.text == sink.text == text
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+def test_a_special_token_as_stop_id_is_marked_and_no_part_of_the_text(include_stop: bool) -> None:
+    shard = letters("")
+    shard.script = [*ids_of("a"), BOS_ID, EOS_ID]
+    link = joined(shard)
+    _, sink = submit(link, make_request([1], 20, stop_ids=(BOS_ID,), include_stop=include_stop))
+    settle(link)
+    assert sink.finish is not None
+    assert (sink.finish.reason, sink.finish.stop, sink.finish.text) == (FinishReason.STOP_SEQUENCE, BOS_ID, "a")
+    assert (sink.events[-1].text, sink.events[-1].special) == ("<s>", True)
+
+
+@pytest.mark.parametrize(
+    ("stop", "max_new_tokens", "reason"),
+    [
+        ("</s>", 20, FinishReason.EOS_TOKEN),
+        ("</s>", 3, FinishReason.EOS_TOKEN),
+        ("k</s>", 3, FinishReason.EOS_TOKEN),
+        ("ok", 2, FinishReason.STOP_SEQUENCE),
+        ("no", 2, FinishReason.LENGTH),
+    ],
+)
+def test_eos_beats_a_stop_string_which_beats_length(stop: str, max_new_tokens: int, reason: FinishReason) -> None:
+    link = joined(letters("ok"))
+    _, sink = submit(link, make_request([1], max_new_tokens, stop=(stop,)))
+    settle(link)
+    assert sink.finish is not None
+    assert (sink.finish.reason, sink.finish.text) == (reason, "ok")
+    assert sink.finish.stop == (None if reason is FinishReason.LENGTH else stop)
+
+
+def test_a_stop_string_within_the_least_length_does_not_end_the_answer() -> None:
+    link = joined(letters("one two one"))
+    _, sink = submit(link, make_request([1], 40, stop=("one",), include_stop=False, min_new_tokens=3))
+    settle(link)
+    assert sink.finish is not None
+    assert (sink.finish.reason, sink.finish.text) == (FinishReason.STOP_SEQUENCE, "one two ")
 
 
 @pytest.mark.fault("lmdeploy#3131")

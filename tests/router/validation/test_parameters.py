@@ -68,7 +68,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     (
         {"decoder_input_details": True},
-        "`decoder_input_details` needs a server that was started with `--enable-prefill-logprobs`",
+        "`decoder_input_details` needs a server that was started with `--enable-prefill-logprobs`, and a model that is "
+        "no encoder-decoder",
     ),
     (
         {"adapter_id": "mine"},

@@ -128,6 +128,21 @@ def test_stop_ids_end_and_ignored_eos_does_not() -> None:
     assert ends == {1: EndReason.STOP_ID, 2: EndReason.LENGTH}
 
 
+@pytest.mark.parametrize(("ignore_eos", "end"), [(False, EndReason.EOS), (True, EndReason.STOP_ID)])
+@pytest.mark.parametrize("max_new_tokens", [3, 8])
+def test_an_id_that_is_eos_and_stop_id_is_eos_unless_that_is_ignored(
+    ignore_eos: bool, end: EndReason, max_new_tokens: int
+) -> None:
+    prompt = [5, 6]
+    tokens = expected_ids(prompt, 8, 0, 1000)
+    engine, _ = make_engine()
+    both = {"eos_ids": (9, tokens[2]), "stop_ids": (tokens[2], 8), "ignore_eos": ignore_eos}
+    engine.apply(Command(admit=[admit(1, prompt, max_new_tokens, Blocks().take(6), **both)]))
+    ids, ends, _ = run(engine)
+    assert ids == {1: tokens[:3]}
+    assert ends == {1: end}
+
+
 def test_a_resumed_row_goes_on_where_it_was() -> None:
     prompt = [3, 1, 4, 1, 5]
     tokens = expected_ids(prompt, 12, 42, 1000)

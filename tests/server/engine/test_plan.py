@@ -39,6 +39,14 @@ def test_without_chunking_prompts_are_taken_whole_and_in_order() -> None:
     assert share_budget(prompts, 512, chunked=False) == [(1, 300)]
     assert share_budget([Prompt(1, 600, 600)], 512, chunked=False) == [(1, 600)]
     assert share_budget([Prompt(1, 100, 50), Prompt(2, 80, 80)], 512, chunked=False) == [(2, 80)]
+    assert share_budget(prompts[:1] + prompts[2:], 310, chunked=False) == [(1, 300), (3, 10)]
+
+
+def test_where_prompts_are_padded_their_rectangles_count() -> None:
+    prompts = [Prompt(1, 300, 300), Prompt(2, 200, 200), Prompt(3, 200, 200)]
+    assert share_budget(prompts, 700, chunked=False, padded=True) == [(1, 300), (2, 200)]
+    assert share_budget(prompts, 700, chunked=False) == [(1, 300), (2, 200), (3, 200)]
+    assert share_budget(prompts, 100, chunked=False, padded=True) == [(1, 300)]
 
 
 def test_rows_that_decode_shrink_what_is_left_but_never_to_nothing() -> None:

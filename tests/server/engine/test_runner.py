@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.fakes.tiny_model import write_tiny_llama
-from tests.fakes.tiny_shard import TinyShard
+from tests.fakes.tiny_shard import Answer, TinyShard
 from tgi.enums import EndReason
 from tgi.server.engine.plan import PrefillBudget
 from tgi.server.sampling.state import SamplingState
-from tgi.shard_client.messages import Sampling
+from tgi.shard_client.messages import Command, Sampling, TopTokens
 
 PROMPTS = [[5], [7, 8, 9], list(range(10, 50)), [300, 20, 20, 20, 20], list(range(100, 230)), [44, 45] * 9]
 NEW = 24
@@ -195,22 +195,81 @@ def test_a_penalty_breaks_the_loop_of_a_greedy_answer(shard: TinyShard) -> None:
     assert held > free
 
 
-def test_ends_are_banned_before_min_new_tokens(shard: TinyShard) -> None:
+@pytest.mark.parametrize(("kind", "reason"), [("eos_ids", EndReason.EOS), ("stop_ids", EndReason.STOP_ID)])
+@pytest.mark.parametrize("known", [0, 1])
+def test_ends_are_banned_before_min_new_tokens(shard: TinyShard, kind: str, reason: EndReason, known: int) -> None:
+    """`min_new_tokens` counts from the prompt's end, also where the row goes on after `known` tokens."""
     shard.reset()
     (free,) = shard.run([shard.admit([7, 8, 9], 12)])
     end = free.ids[2]
-    (stopped,) = shard.run([shard.admit([7, 8, 9], 12, eos_ids=(end,))])
-    assert stopped.end is EndReason.EOS
-    (held,) = shard.run([shard.admit([7, 8, 9], 12, eos_ids=(end,), min_new_tokens=6)])
-    assert held.ids[:2] == free.ids[:2]
-    assert end not in held.ids[:6]
-    assert len(held.ids) >= 6
+    assert end not in free.ids[:2]
+
+    def answer(min_new_tokens: int) -> Answer:
+        generated = free.ids[:known]
+        how = {kind: (end,), "min_new_tokens": min_new_tokens, "generated": generated}
+        (answer,) = shard.run([shard.admit([7, 8, 9], 12, **how)])
+        return replace(answer, ids=[*generated, *answer.ids])
+
+    for enough in (0, 2):
+        assert answer(enough).ids == free.ids[:3]
+        assert answer(enough).end is reason
+    for more in (3, 6):
+        held = answer(more).ids
+        assert held[:2] == free.ids[:2]
+        assert end not in held[:more]
+        assert len(held) > more
+    ignored = shard.run([shard.admit([7, 8, 9], 12, eos_ids=(end,), ignore_eos=True, min_new_tokens=6)])[0]
+    assert ignored.ids == free.ids, "an end that ends nothing is not banned"
 
 
 def test_logprobs_are_of_the_chosen_ids(shard: TinyShard) -> None:
     shard.reset()
     (answer,) = shard.run([shard.admit([7, 8, 9], 12)])
     assert all(-20 < logprob <= 0 for logprob in answer.logprobs)
+
+
+@pytest.mark.fault("sglang#2088")
+@pytest.mark.row("A: top_n_tokens", "B: logprobs, top_logprobs")
+def test_each_row_has_as_many_of_the_best_as_it_wants_at_every_position(model_path: Path, shard: TinyShard) -> None:
+    """Raw as `/v1` wants them, or of what is left after the warpers as TGI's routes do; against transformers."""
+    from transformers import LlamaForCausalLM
+
+    shard.reset()
+    hows = [
+        (0, Sampling()),
+        (2, Sampling(raw_logprobs=True)),
+        (5, Sampling(do_sample=True, seed=1, temperature=0.5, top_k=3)),
+        (4, Sampling(do_sample=True, seed=2, temperature=2.0, top_k=3, raw_logprobs=True)),
+        (1, Sampling()),
+    ]
+    prompt, num_tokens = [7, 8, 9], 6
+    admits = [replace(shard.admit(prompt, num_tokens, sampling=how), top_n=top_n) for top_n, how in hows]
+    shard.engine.apply(Command(admit=admits))
+    ids: dict[int, list[int]] = {admit.handle: [] for admit in admits}
+    logprobs: dict[int, list[float]] = {admit.handle: [] for admit in admits}
+    tops: dict[int, list[TopTokens]] = {admit.handle: [] for admit in admits}
+    while (step := shard.engine.step()) is not None:
+        for handle, token, logprob in zip(step.handles, step.token_ids, step.logprobs):
+            ids[handle].append(token)
+            logprobs[handle].append(logprob)
+        for top in step.top_tokens:
+            tops[top.handle].append(top)
+    model = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    for admit, (top_n, how) in zip(admits, hows):
+        assert len(ids[admit.handle]) == num_tokens
+        assert len(tops[admit.handle]) == (num_tokens if top_n else 0)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *ids[admit.handle]]])).logits[0, len(prompt) - 1 : -1]
+        if how.do_sample and not how.raw_logprobs:
+            logits = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf) / how.temperature
+            top_n = 3
+        expected = torch.log_softmax(logits, -1)
+        chosen = expected.gather(1, torch.tensor(ids[admit.handle])[:, None])[:, 0]
+        assert logprobs[admit.handle] == pytest.approx(chosen.tolist(), abs=1e-4)
+        for top, row in zip(tops[admit.handle], expected):
+            best = row.topk(top_n)
+            assert list(top.token_ids) == best.indices.tolist()
+            assert list(top.logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.fault("vllm#9634")

@@ -84,6 +84,7 @@ def test_a_slow_machine_reads_prompts_in_steps_of_a_second() -> None:
     assert prefill_budget(4096, 2000, 40_000.0, True) == PrefillBudget(alone=4096, beside_decode=2000, chunked=True)
     assert prefill_budget(512, 2000, 40_000.0, True) == PrefillBudget(alone=512, beside_decode=512, chunked=True)
     assert prefill_budget(4096, 186, 930.0, False) == PrefillBudget(alone=4096, beside_decode=4096, chunked=False)
+    assert prefill_budget(4096, 186, 930.0, False, padded=True).padded
 
 
 def test_the_worst_step_uses_whatever_takes_memory(tmp_path: Path) -> None:

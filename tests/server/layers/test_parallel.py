@@ -29,8 +29,6 @@ from tgi.server.layers.moe import (
 )
 from tgi.server.layers.norm import WholeRMSNorm
 from tgi.server.layers.source import Source, open_source
-from tgi.server.ops import moe
-from tgi.server.quantization.scheme import Part
 from tgi.server.weights.region import Region, check_shape, missing
 
 HIDDEN = 32
@@ -414,24 +412,6 @@ def test_an_expert_of_all_tokens_by_each_tokens_own_measure() -> None:
     inputs, weight = random(9, HIDDEN, seed=3), random(1, HIDDEN, seed=4)
     gated = SigmoidGated(source_of({"gate.weight": weight}), "gate", HIDDEN, lambda hidden: 2 * hidden)
     torch.testing.assert_close(gated(inputs), torch.sigmoid(inputs @ weight.t()) * 2 * inputs)
-
-
-def test_a_device_that_is_not_waited_for_mixes_the_same() -> None:
-    source = source_of(MOE).at("moe")
-    up = [
-        source.linear([Part(f"moe.experts.{e}.w1", (INNER, HIDDEN), slice(0, INNER), slice(0, HIDDEN), False)])
-        for e in range(EXPERTS)
-    ]
-    down = [
-        source.linear([Part(f"moe.experts.{e}.w2", (HIDDEN, INNER), slice(0, HIDDEN), slice(0, INNER), False)])
-        for e in range(EXPERTS)
-    ]
-    inputs = random(40, HIDDEN, seed=3)
-    weights, ids = softmax_then_top(TOP)(random(40, EXPERTS, seed=4))
-    own, every = torch.zeros(40, HIDDEN), torch.zeros(40, HIDDEN)
-    moe._add_own(own, inputs, ids, weights, up, down, torch.relu)
-    moe._add_all(every, inputs, ids, weights, up, down, torch.relu)
-    torch.testing.assert_close(own, every)
 
 
 def test_routes() -> None:

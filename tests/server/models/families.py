@@ -291,6 +291,7 @@ FAMILIES: tuple[Family, ...] = (
             "use_parallel_residual": True,
             "qk_layernorm": True,
         },
+        also=("stablelm_epoch",),
     ),
     Family(
         "gpt2",
@@ -582,6 +583,7 @@ FAMILIES: tuple[Family, ...] = (
         "DeepseekV3Config",
         "experts by sigmoid scores with a correction, their weights normalised and scaled",
         {**_DEEPSEEK, "q_lora_rank": 48, "routed_scaling_factor": 2.0},
+        also=("kimi_k2",),
     ),
 )
 
@@ -603,6 +605,25 @@ RECURRENT: tuple[Family, ...] = (
         sizes=False,
         ranks=1,
         quick=True,
+    ),
+    Family(
+        "falcon_mamba",
+        "FalconMambaConfig",
+        "norms over what steers the state, a head of its own",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "time_step_rank": 6,
+            "mixer_rms_eps": 1e-2,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        sizes=False,
+        ranks=1,
     ),
 )
 # Without a file of their own: transformers' code over our KV cache. Whatever else it has, it is served the same way.
@@ -634,6 +655,100 @@ PADDED: tuple[Family, ...] = (
         "Lfm2Config",
         "convolutions beside attention",
         {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96},
+        ranks=1,
+    ),
+    Family(
+        "jamba",
+        "JambaConfig",
+        "states in turn with attention, experts",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        ranks=1,
+    ),
+    Family(
+        "bamba",
+        "BambaConfig",
+        "states in turn with attention, whose positions have to be told",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+        ranks=1,
+        quick=True,
+    ),
+    Family(
+        "falcon_h1",
+        "FalconH1Config",
+        "states beside attention in every layer, a multiplier of the logits that the body keeps",
+        {
+            "lm_head_multiplier": 0.5,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+        },
+        ranks=1,
+    ),
+    Family(
+        "minimax",
+        "MiniMaxConfig",
+        "linear attention behind a layer of attention",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        ranks=1,
+        quick=True,
+    ),
+    Family(
+        "xglm",
+        "XGLMConfig",
+        "positions from a formula",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 512,
+        },
+        sizes=False,
+        ranks=1,
+    ),
+    Family(
+        "mamba2",
+        "Mamba2Config",
+        "state spaces by heads",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        sizes=False,
         ranks=1,
     ),
     Family(
@@ -676,6 +791,46 @@ PADDED: tuple[Family, ...] = (
         sizes=False,
         ranks=1,
     ),
+    Family(
+        "mbart",
+        "MBartConfig",
+        "encoder and decoder, norms before attention and MLP",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 512,
+            "decoder_start_token_id": 2,
+            "forced_eos_token_id": None,
+            "scale_embedding": True,
+        },
+        sizes=False,
+        ranks=1,
+    ),
+    Family(
+        "mt5",
+        "MT5Config",
+        "encoder and decoder, gated MLP, a head of its own (mT5, mT0)",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 64,
+            "d_kv": 12,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "tie_word_embeddings": False,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+        sizes=False,
+        ranks=1,
+    ),
 )
 
 
@@ -694,14 +849,21 @@ def write_model(row: Family, directory: Path) -> PreTrainedModel:
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=row.attention)
     model.eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _redraw(name, parameter, row.deviation)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                _redraw(name, buffer, row.deviation)
+    redraw(model, row.deviation)
     model.save_pretrained(directory)
     return model
+
+
+def redraw(model: PreTrainedModel, deviation: float) -> None:
+    """Gives the model weights under which it says something."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _redraw(name, parameter, deviation)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                _redraw(name, buffer, deviation)
 
 
 def reference_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:

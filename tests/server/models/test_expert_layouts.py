@@ -247,7 +247,11 @@ def test_published_quantisations_are_refused_by_name(tmp_path: Path, model_type:
         ("mixtral", {"num_experts_per_tok": 5}, "5 experts per token cannot be chosen of 4"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of a phimoe model must be 2, not 3"),
         ("deepseek_v3", {"topk_method": "random"}, "topk_method 'random' is not supported; greedy"),
+        ("deepseek_v3", {"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported; softmax, sigmoid"),
         ("deepseek_v3", {"n_group": 3}, "4 experts make no 3 groups"),
+        ("deepseek_v2", {"rope_scaling": {"type": "yarn", "factor": "4", "mscale_all_dim": 1}}, "factor must be a pos"),
+        ("deepseek_v2", {"first_k_dense_replace": "1"}, "first_k_dense_replace must be a positive whole number"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers, not 1"),
         ("dbrx", {"moe_normalize_expert_weights": 2}, "moe_normalize_expert_weights must be 1 or null, not 2"),
         ("dbrx", {"moe_num_experts": 1}, "2 experts per token cannot be chosen of 1"),
         ("qwen3_moe", {"num_experts": None}, "does not say num_experts"),
@@ -258,3 +262,59 @@ def test_settings_that_make_no_sense_are_named(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         logits_of(read(tmp_path, model_type, **changes), Recorder())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("mixtral", {"sliding_window": 3}),
+        ("phimoe", {"router_jitter_noise": 0.3}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 3}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 3}),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}),
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v2", {"routed_scaling_factor": 16.0}),
+        ("deepseek_v2", {"n_group": 2, "topk_method": "group_limited_greedy"}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+        ("deepseek_v3", {"n_group": 1}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("dbrx", {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 1}}),
+        ("dbrx", {"attn_config": {"clip_qkv": 0.1, "kv_n_heads": 2, "rope_theta": 500000}}),
+        ("dbrx", {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000}}),
+        ("gpt_oss", {"swiglu_limit": 0.1}),
+        ("gpt_oss", {"experts_per_token": 1, "num_experts_per_tok": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_no_setting_that_changes_numbers_is_ignored(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    checkpoint = Recorder()
+    as_it_stands = logits_of(read(tmp_path, model_type), checkpoint)
+    changed = logits_of(read(tmp_path, model_type, **changes), checkpoint)
+    assert float((changed - as_it_stands).abs().max()) > 1e-4
+
+
+def test_windows_are_in_every_other_layer_of_the_first_where_qwen2_moe_does_not_list_them(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 3, "num_hidden_layers": 4}
+    listed = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    checkpoint = Recorder()
+    for first, kinds in ((28, listed), (1, ["sliding_attention", *["full_attention"] * 3])):
+        told = logits_of(read(tmp_path, "qwen2_moe", layer_types=kinds, **windows), checkpoint)
+        derived = logits_of(read(tmp_path, "qwen2_moe", max_window_layers=first, **windows), checkpoint)
+        torch.testing.assert_close(derived, told, rtol=0, atol=0)
+
+
+def test_a_layer_that_drafts_is_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3 has one behind its last layer, and its copies in bfloat16 may."""
+    config = read(tmp_path, "deepseek_v3")
+    checkpoint = Recorder()
+    expected = logits_of(config, checkpoint)
+    draft = {f"model.layers.2.{name}": torch.ones(3) for name in ("eh_proj.weight", "enorm.weight", "mlp.gate.weight")}
+    save_file({**checkpoint.tensors, **draft}, tmp_path / "model.safetensors")
+    stored = TrackedCheckpoint(open_checkpoint(tmp_path))
+    torch.testing.assert_close(logits_of(config, stored), expected, rtol=0, atol=0)
+    stored.check_all_read(draft_layers_from=config.num_layers)
+    stored.close()

@@ -113,7 +113,7 @@ def test_logits_are_those_of_transformers(row: Family, made: Callable[[Family], 
     checkpoint = TrackedCheckpoint(open_checkpoint(model.path))
     config = read_model_config(model.path)
     built = build_model(config, checkpoint, torch.float32, CPU, SingleRank(), path=model.path)
-    if has_module(config.model_type):
+    if has_module(config):
         checkpoint.check_all_read()
     checkpoint.close()
     logits = paged_logits(built, TorchBackend("torch", 16), model.sequences)

@@ -62,6 +62,7 @@ def transformers_logits(path: Path, ids: list[int]) -> torch.Tensor:
         {"rope_scaling": LLAMA3, "max_position": 512},
         {"hidden_act": "gelu_pytorch_tanh"},
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4},
+        {"sliding_window": 4},  # left over from a Mistral: Llama has none
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
@@ -120,7 +121,7 @@ def test_a_prompt_in_chunks_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_window_and_shapes_reach_the_backend(tmp_path: Path) -> None:
-    model = load(write_tiny_llama(tmp_path, sliding_window=16, layers=3))
+    model = load(write_tiny_llama(tmp_path, model_type="mistral", sliding_window=16, layers=3))
     attention = ContiguousAttention()
     with torch.inference_mode():
         model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), ForwardContext(attention))

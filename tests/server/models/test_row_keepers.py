@@ -7,6 +7,7 @@ given what our own answer has before it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.fakes.tiny_shard import TinyShard
 from tests.server.models.families import PADDED, RECURRENT, SIZES, VOCAB_SIZE, Family, write_model
 from tests.server.models.test_families import assert_best, by_lane
+from tgi.enums import EndReason
 from tgi.errors import StartupError
 from tgi.server.batch.step import RowChanges, StepPlan
 from tgi.server.engine.device import Constraint
@@ -31,10 +34,11 @@ from tgi.server.models import padded_model
 from tgi.server.models.padded_model import Batching, PaddedDecoder, PaddedEncoderDecoder
 from tgi.server.platforms.detect import detect
 from tgi.server.resolve import ServeArgs, resolve
-from tgi.shard_client.messages import Command, WarmupRequest, WarmupResult
+from tgi.shard_client.messages import Command, Step, WarmupRequest, WarmupResult
 
 NEW = 24
 T5, BART = (next(row for row in PADDED if row.name == name) for name in ("t5", "bart"))
+LEARNED = ("bart", "biogpt", "mbart")  # positions, which come to an end
 RESUMED = 9
 WHOLE = PrefillBudget(alone=100, beside_decode=100, chunked=False)
 CHUNKS = PrefillBudget(alone=24, beside_decode=12, chunked=True)
@@ -74,7 +78,7 @@ def test_answers_are_those_of_transformers_beside_others_resumed_and_run_again(r
     shard, reference = shard_of(row, tmp_path)
     found = shard.run([shard.admit(prompt, NEW) for prompt in PROMPTS], stagger=3)
     answers = [answer.ids for answer in found]
-    assert shard.runner.model.cache_shape.max_positions == (512 if row.name in ("bart", "biogpt") else None)
+    assert shard.runner.model.cache_shape.max_positions == (512 if row.name in LEARNED else None)
     expected = [choices(reference, *pair) for pair in zip(PROMPTS, answers, strict=True)]
     assert {len(answer) for answer in answers} == {NEW}
     assert len({token for answer in answers for token in answer}) >= len(PROMPTS)
@@ -170,7 +174,8 @@ def test_a_model_that_looks_at_padding_is_not_given_any(
     row: Family, batching: Batching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts are padded also where answers have one length."""
-    monkeypatch.setattr(padded_model, "mask_of", lambda pads, width, _: torch.ones(len(pads), width, dtype=torch.int64))
+    for mask in ("left_mask", "right_mask"):
+        monkeypatch.setattr(padded_model, mask, lambda of, width, _: torch.ones(len(of), width, dtype=torch.int64))
     shard, _ = shard_of(row, tmp_path)
     assert isinstance(shard.runner.model, PaddedDecoder | PaddedEncoderDecoder)
     assert shard.runner.model.batching is batching
@@ -201,7 +206,7 @@ def test_why_a_model_is_not_paged_is_said_once(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [*RECURRENT, T5], ids=["mamba", "t5"])
+@pytest.mark.parametrize("row", [*RECURRENT, T5], ids=lambda row: row.name)
 def test_a_prompt_whose_row_sits_out_is_read_but_for_its_last_token(row: Family, tmp_path: Path) -> None:
     """As under a grammar whose mask is late: nothing is chosen, and the next step computes the last position again."""
     shard, reference = shard_of(row, tmp_path)
@@ -247,8 +252,10 @@ def test_where_nothing_grows_with_a_text_every_row_may_have_all_it_wants(tmp_pat
 @pytest.mark.slow
 def test_caches_of_transformers_are_counted_as_blocks(tmp_path: Path) -> None:
     shard, _ = shard_of(T5, tmp_path)
-    token_bytes = 2 * 2 * 2 * 4 * 12 * 4  # and padding: keys and values, layers, heads, their size, float32
-    assert shard.runner.model.cache_shape.token_bytes == token_bytes
+    token_bytes = 2 * 2 * 4 * 12 * 4  # keys and values, layers, heads, their size, float32
+    shape = shard.runner.model.cache_shape
+    assert shape.token_bytes == 4 * token_bytes  # padding may double it, and a join does
+    assert shape.row_bytes == token_bytes + 64 * 4  # the decoder's first token, and the shape of what the encoder said
     result, _ = warm_up(shard, tmp_path, max_rows=4, max_total_tokens=256)
     assert result.max_batch_total_tokens >= 256
 
@@ -257,3 +264,99 @@ def warm_up(shard: TinyShard, path: Path, **values: int) -> tuple[WarmupResult, 
     config = resolve(ServeArgs(model_id="m"), path, detect(), {"ATTENTION": "torch"})
     device = LeaderDevice(shard.runner, [])
     return WarmUp(device, config, detect(), None).run(WarmupRequest(max_batch_prefill_tokens=512, **values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_states_of_rows_that_come_and_go_stay_apart(depth: int, tmp_path: Path) -> None:
+    """64 requests on 8 rows, prompts in pieces of a few tokens; some are cancelled at any point, also while they are
+    read, some come back under another handle. Every answer, and each prompt's logprobs, are those of the text alone."""
+    random_ = random.Random(depth)
+    reference = write_model(RECURRENT[0], tmp_path)
+    budget = PrefillBudget(alone=7, beside_decode=5, chunked=True)
+    shard = TinyShard(tmp_path, budget=budget, num_blocks=5000, max_rows=8, depth=depth)
+    engine = shard.engine
+    waiting = [_Request(_prompt(random_), random_.randrange(1, 20)) for _ in range(64)]
+    requests = list(waiting)
+    live: dict[int, _Request] = {}
+    num_cancelled = num_resumed = 0
+    while waiting or live:
+        cancelled = [random_.choice(list(live))] if live and random_.random() < 0.15 else []
+        for request in map(live.pop, cancelled):
+            num_cancelled += 1
+            if random_.random() < 0.7:
+                waiting.append(request)
+                num_resumed += 1
+        admits = []
+        while waiting and len(live) < 8 and random_.random() < 0.6:
+            request = waiting.pop(0)
+            request.scores = []
+            scored = not request.answer
+            admit = shard.admit(request.prompt, request.new, generated=request.answer, prompt_logprobs=scored)
+            admits.append(admit)
+            live[admit.handle] = request
+        engine.apply(Command(cancel=cancelled, admit=admits))
+        for _ in range(random_.randrange(1, 4)):
+            plan = engine.plan() if engine.num_in_flight < engine.depth else None
+            if plan is not None:
+                engine.launch(plan)
+            if engine.num_in_flight and (engine.num_in_flight == engine.depth or plan is None):
+                _note(engine.collect(), live)
+    assert num_cancelled > num_resumed > 5
+    for request in requests:
+        prompt, answer = request.prompt, request.answer
+        if answer:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + answer]), use_cache=False).logits[0].float()
+            assert_best(logits[len(prompt) - 1 : -1], answer, 1e-4)
+            if len(request.scores) == len(prompt):  # it came to its end at once
+                theirs = logits.log_softmax(1)[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1))
+                torch.testing.assert_close(torch.tensor(request.scores[1:]), theirs.squeeze(1), rtol=0, atol=2e-4)
+
+
+@dataclasses.dataclass
+class _Request:
+    prompt: list[int]
+    new: int
+    answer: list[int] = dataclasses.field(default_factory=list)
+    scores: list[float] = dataclasses.field(default_factory=list)
+
+
+def _prompt(random_: random.Random) -> list[int]:
+    return [random_.randrange(2, VOCAB_SIZE) for _ in range(random_.choice((1, 2, 3, 7, 24, 25, 60)))]
+
+
+def _note(step: Step, live: dict[int, _Request]) -> None:
+    assert not step.errors
+    for part in step.prompt_logprobs:
+        if part.handle in live:
+            live[part.handle].scores += part.logprobs
+    for index, handle in enumerate(step.handles):
+        if handle in live:
+            live[handle].answer.append(step.token_ids[index])
+            if step.end_of(index) != EndReason.RUNNING:
+                del live[handle]
+
+
+@pytest.mark.slow
+def test_mambas_first_files_are_the_same_model(tmp_path: Path) -> None:
+    """They say no model_type, count the ids in use alone, and have names of their own."""
+    shard, _ = shard_of(RECURRENT[0], tmp_path)
+    expected = [answer.ids for answer in shard.run([shard.admit(prompt, NEW) for prompt in PROMPTS])]
+    first = {"d_model": 64, "n_layer": 2, "vocab_size": VOCAB_SIZE - 3, "pad_vocab_size_multiple": 8, "rms_norm": True}
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def write(ssm: dict[str, Any], **values: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**first, "ssm_cfg": ssm, **values}))
+
+    write({"d_state": 8})
+    shard = TinyShard(tmp_path, budget=CHUNKS)
+    assert [answer.ids for answer in shard.run([shard.admit(prompt, NEW) for prompt in PROMPTS])] == expected
+    write({"layer": "Mamba2"})
+    with pytest.raises(StartupError, match='layer "Mamba2" is not supported, only "Mamba1"'):
+        TinyShard(tmp_path)
+    write({"d_state": 8}, rms_norm=False)
+    with pytest.raises(StartupError, match="rms_norm false is not supported"):
+        TinyShard(tmp_path)

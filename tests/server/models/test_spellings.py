@@ -237,6 +237,40 @@ def _first_name(name: str) -> str:
     return name
 
 
+def test_the_first_santacoder_goes_by_the_name_of_gpt2(tmp_path: Path) -> None:
+    """Queries apart from the keys and values of the one head that they share; GPT-BigCode has them together."""
+    newer = read(tmp_path, "gpt_bigcode", activation_function="gelu_pytorch_tanh")
+    tensors, expected = recorded(newer)
+    for name in [name for name in tensors if name.endswith(("c_attn.weight", "c_attn.bias"))]:
+        both = tensors.pop(name)
+        tensors[name.replace("c_attn", "q_attn")] = both[:64].clone()
+        tensors[name.replace("c_attn", "kv_attn")] = both[64:].clone()
+    transposed = {
+        name: tensor.T.contiguous() if tensor.dim() == 2 and ".h." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    first = read(tmp_path, "gpt2", n_inner=128, activation_function="gelu_fast", attention_head_type="multiquery")
+    torch.testing.assert_close(logits_of(loaded(tmp_path, first, transposed)), expected)
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_heads"),
+    [
+        ({"attn_type": "multiquery_attention"}, 1),
+        ({"attn_type": "grouped_query_attention", "kv_n_heads": 2}, 2),
+    ],
+)
+def test_heads_of_mpt_that_share_keys_are_heads_with_the_same_keys(
+    tmp_path: Path, attention: dict[str, Any], kv_heads: int
+) -> None:
+    tensors, expected = recorded(read(tmp_path, "mpt", attn_config=attention))
+    for name in [name for name in tensors if name.endswith("Wqkv.weight")]:
+        query, *shared = tensors[name].split([64, 16 * kv_heads, 16 * kv_heads])
+        repeated = [part.view(kv_heads, 16, 64).repeat_interleave(4 // kv_heads, 0).view(64, 64) for part in shared]
+        tensors[name] = torch.cat([query, *repeated])
+    torch.testing.assert_close(logits_of(loaded(tmp_path, read(tmp_path, "mpt"), tensors)), expected)
+
+
 @pytest.mark.parametrize(
     ("model_type", "facts"),
     [
@@ -283,6 +317,10 @@ def test_facts(tmp_path: Path, model_type: str, facts: tuple[object, ...]) -> No
         ("falcon", {"tie_word_embeddings": False}, "tie_word_embeddings", False),
         ("mpt", {"expansion_ratio": "drop"}, "intermediate_size", 256),
         ("mpt", {"max_seq_len": "drop"}, "max_position_embeddings", 2048),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "num_kv_heads", 1),
+        ("mpt", {"attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2}}, "num_kv_heads", 2),
+        ("gpt2", {"attention_head_type": "multiquery"}, "num_kv_heads", 1),
+        ("gpt2", {"attention_head_type": "multihead"}, "num_kv_heads", 4),
         ("starcoder2", {"num_key_value_heads": "drop"}, "num_kv_heads", 2),
     ],
 )
@@ -323,10 +361,10 @@ def test_biases_of_mpt_are_read_where_there_are_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: qk_ln is not supported"),
-        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config: prefix_lm is not supported"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: qk_ln true is not supported"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config: prefix_lm true is not supported"),
         ("mpt", {"attn_config": {"alibi": False}}, "MPT models without alibi are not supported"),
-        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "'multiquery_attention' is not supported"),
+        ("mpt", {"attn_config": {"attn_type": "linear_attention"}}, 'attn_type "linear_attention" is not supported'),
         ("mpt", {"attn_config": 3}, "attn_config must be an object, not 3"),
         ("gptj", {"rotary_dim": 32}, "rotary_dim 32 is more than a head's 16"),
         ("gpt_neo", {"attention_types": [[["global"], 1]]}, "does not fit the layers"),

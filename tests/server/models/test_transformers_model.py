@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.server.models.families import THROUGH_TRANSFORMERS, write_model
+from tests.server.models.families import THROUGH_TRANSFORMERS, Family, write_model
 from tgi.errors import StartupError
 from tgi.model_config import read_model_config
 from tgi.server.distributed.group import SingleRank
@@ -92,9 +92,49 @@ def test_weights_that_do_not_belong_are_refused_in_one_line(
 def test_code_of_a_checkpoint_is_not_run(copied: Path, tmp_path: Path) -> None:
     (copied / "novel.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     configure(copied, model_type="novel", auto_map={"AutoConfig": "novel.C", "AutoModelForCausalLM": "novel.M"})
-    with pytest.raises(StartupError, match="model_type 'novel' is not supported, neither here nor by transformers"):
+    words = r"'novel' is not supported, neither here nor by transformers: it brings code of its own .* never run"
+    with pytest.raises(StartupError, match=words):
         build(copied)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_more_than_text_is_refused_by_name(copied: Path) -> None:
+    configure(copied, vision_config={"hidden_size": 48})
+    assert build(copied).cache_shape.num_layers == 2  # its text part may be there alone
+    tamper(copied, "vision_tower.weight", torch.ones(3))
+    with pytest.raises(StartupError, match=r"'exaone4' is not supported: it takes more than text \(vision_config\)"):
+        build(copied)
+    configure(copied, model_type="clip")
+    with pytest.raises(StartupError, match="'clip' is not supported: transformers has no model of it that makes text"):
+        build(copied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Family("bert", "BertConfig", "an encoder alone"), "BertModel .* cannot be served: .* it says something else"),
+        (
+            Family("recurrent_gemma", "RecurrentGemmaConfig", "states in its modules", {"lru_width": 64}),
+            "RecurrentGemmaModel .* cannot be served: a token at a time, with its own cache, it fails with",
+        ),
+        (
+            Family("openai-gpt", "OpenAIGPTConfig", "no cache", {"n_positions": 64}),
+            "cannot be served: it keeps no cache",
+        ),
+        (
+            Family("cpmant", "CpmAntConfig", "a prompt of its own before the text", {"dim_head": 16, "dim_ff": 96}),
+            "CpmAntModel .* cannot be served: .* it says something else",
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Family) else None,
+)
+def test_what_cannot_answer_a_token_at_a_time_is_refused_in_one_line(row: Family, words: str, tmp_path: Path) -> None:
+    write_model(row, tmp_path)
+    with pytest.raises(StartupError, match=words) as refused:
+        build(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow

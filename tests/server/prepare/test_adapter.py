@@ -126,13 +126,82 @@ def test_a_base_without_the_outer_prefix(tmp_path: Path, base: Path) -> None:
         ({"peft_type": "PREFIX_TUNING"}, "adapters of type PREFIX_TUNING cannot be merged, only LORA"),
         ({"peft_type": "IA3"}, "adapters of type IA3 cannot be merged"),
         ({"use_dora": True}, "use_dora = True cannot be merged"),
-        ({"bias": "all"}, "bias = 'all' cannot be merged"),
+        (
+            {"init_lora_weights": "pissa_niter_16"},
+            "'pissa_niter_16' changes the base's weights",
+        ),
+        ({"base_model_name_or_path": None}, "names no base model"),
         ({"r": None}, "is no adapter's configuration"),
     ],
 )
 def test_what_is_no_plain_lora_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         read_adapter(adapter(tmp_path / "adapter", "org/base", **changes))
+
+
+def test_biases_that_were_trained_replace_the_bases(tmp_path: Path, base: Path) -> None:
+    file = base / "model.safetensors"
+    with_bias = load_file(file) | {f"{QUERY}.bias": random(64, seed=4), "model.norm.bias": random(64, seed=5)}
+    save_file(with_bias, file)
+    trained = {f"base_model.model.{QUERY}.base_layer.bias": random(64, seed=6)}
+    trained |= {"base_model.model.model.norm.bias": random(64, seed=7)}
+    folder = adapter(tmp_path / "adapter", base, trained, bias="all")
+    merge_adapter(folder, base)
+    after = load_file(folder / "model.safetensors")
+    assert torch.equal(after[f"{QUERY}.bias"], random(64, seed=6))
+    assert torch.equal(after["model.norm.bias"], random(64, seed=7))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_trained_head_of_a_tied_model_is_tied_no_more(tmp_path: Path, base: Path, sharded: bool) -> None:
+    tensors = load_file(base / "model.safetensors")
+    del tensors["lm_head.weight"]
+    (base / "model.safetensors").unlink()
+    name = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    save_file(tensors, base / name)
+    if sharded:
+        weight_map = json.dumps({"weight_map": dict.fromkeys(tensors, name)})
+        (base / "model.safetensors.index.json").write_text(weight_map)
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    head = random(512, HIDDEN, seed=3)
+    folder = adapter(tmp_path / "adapter", base, {"base_model.model.lm_head.weight": head})
+    merge_adapter(folder, base)
+    checkpoint = open_checkpoint(folder)
+    assert torch.equal(checkpoint.read("lm_head.weight", (512, HIDDEN)), head)
+    assert torch.equal(
+        checkpoint.read("model.embed_tokens.weight", (512, HIDDEN)), tensors["model.embed_tokens.weight"]
+    )
+    assert not read_model_config(folder).tie_word_embeddings
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path, declared: bool) -> None:
+    """The layer decides, not fan_in_fan_out, which PEFT corrects as it loads."""
+    base = tmp_path / "gpt2"
+    base.mkdir()
+    names = {"transformer.h.0.attn.c_proj.weight": (64, 64), "transformer.h.0.attn.c_attn.weight": (64, 192)}
+    before = {name: random(*shape, seed=1) for name, shape in names.items()}
+    save_file(before, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tensors = {}
+    for name, (inner, outer) in names.items():
+        place = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{place}.lora_A.weight": random(RANK, inner, seed=2)}
+        tensors |= {f"{place}.lora_B.weight": random(outer, RANK, seed=3)}
+    folder = adapter(tmp_path / "adapter", base, tensors, fan_in_fan_out=declared)
+    merge_adapter(folder, base)
+    after = load_file(folder / "model.safetensors")
+    inputs = random(5, 64, seed=4)
+    for name, (inner, outer) in names.items():
+        change = inputs @ random(RANK, inner, seed=2).T @ random(outer, RANK, seed=3).T
+        torch.testing.assert_close(inputs @ after[name], inputs @ before[name] + 4 * change, atol=1e-3, rtol=1e-4)
+
+
+def test_an_adapter_whose_base_is_not_there_says_so(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter", tmp_path / "trainers-disk")
+    with pytest.raises(StartupError, match=r"The base of the adapter .*/adapter: The model path .* does not exist"):
+        prepare(str(folder), merge=True, source={})
 
 
 def test_a_base_that_does_not_fit(tmp_path: Path, base: Path) -> None:

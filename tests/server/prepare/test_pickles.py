@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,45 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, plain: bool) 
     assert {entry.name for entry in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
 
 
+def compressed(file: Path) -> None:
+    """A few bytes that become many."""
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of prototypes
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: torch.zeros(1).expand(10**6, 10**6), "would take 4000000000000 bytes"),
+        (lambda: torch.eye(3).to_sparse(), "does not simply hold its numbers"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "does not simply hold its numbers"),
+        (lambda: torch.empty(10**15, device="meta"), "does not simply hold its numbers"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "does not simply hold its numbers"),
+    ],
+)
+def test_tensors_that_are_no_weights(tmp_path: Path, make: Callable[[], torch.Tensor], told: str) -> None:
+    folder = model(tmp_path / "m", **{"pytorch_model.bin": {"fine": EMBEDDING, "odd": make()}})
+    with pytest.raises(StartupError, match=rf"pytorch_model\.bin is refused: its tensor 'odd' {told}"):
+        convert_pickles(folder)
+    assert {entry.name for entry in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
+
+
+def test_a_name_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"its tensor 'a\\ud800' has no name that can be written"):
+        convert_pickles(model(tmp_path / "m", **{"pytorch_model.bin": {"a\ud800": EMBEDDING}}))
+
+
+def test_small_tensors_may_repeat_their_numbers(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", **{"pytorch_model.bin": {"a": torch.arange(3).expand(2, 3), "b": EMBEDDING.T}})
+    convert_pickles(folder)
+    found = load_file(folder / "model.safetensors")
+    assert torch.equal(found["a"], torch.arange(3).expand(2, 3)) and torch.equal(found["b"], EMBEDDING.T)
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -125,7 +166,7 @@ def a_list(file: Path) -> None:
     torch.save([EMBEDDING], file)
 
 
-@pytest.mark.parametrize("spoil", [cut, nothing, no_tensors, a_list])
+@pytest.mark.parametrize("spoil", [cut, nothing, no_tensors, a_list, compressed])
 def test_broken_files(tmp_path: Path, spoil: Any) -> None:
     folder = model(tmp_path / "m", **{"pytorch_model.bin": {"a": EMBEDDING}})
     spoil(folder / "pytorch_model.bin")

@@ -27,6 +27,14 @@ def test_equals_come_in_the_order_of_ids():
     assert ids.tolist() == [[4, 0, 1, 2, 3, 5]]
 
 
+def test_a_neighbour_who_wants_more_makes_no_room_for_more_equals():
+    scores = torch.zeros(1, 60)
+    counts = {
+        keep_top(top_logprobs(scores, log_normalizer(scores), top_n)[1][0].tolist(), 2) for top_n in (2, 5, 20, 60)
+    }
+    assert counts == {2 + TIE_ROOM}
+
+
 def test_impossible_tokens_do_not_count():
     scores = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]])
     ids, logprobs = top_logprobs(scores, log_normalizer(scores), 3)

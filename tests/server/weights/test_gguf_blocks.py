@@ -10,13 +10,28 @@ import torch
 from tgi.server.weights.gguf_blocks import BLOCKS, block_type, dequantize
 
 # Where a block's float16 numbers lie, if not in its first two bytes.
-SCALE_BYTES = {name: slice(0, 4) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {"Q6_K": slice(208, 210)}
+SCALE_BYTES = {name: slice(0, 4) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q6_K": slice(208, 210),
+    "MXFP4": slice(0, 0),
+}
 QUANTISED = [kind for kind, blocks in BLOCKS.items() if blocks.elements > 1]
 
 
 def test_the_supported_types_are_those_promised() -> None:
     names = {blocks.name for blocks in BLOCKS.values()}
-    assert names == {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+    legacy = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    assert names == {
+        "F32",
+        "F16",
+        "BF16",
+        *legacy,
+        *(f"Q{bits}_K" for bits in range(2, 7)),
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+    }
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -34,6 +49,8 @@ def test_any_bytes_decode_as_the_reference_decodes_them(kind: int) -> None:
     scales = np.random.default_rng(1).standard_normal((257, 2)).astype(np.float16).view(np.uint8)
     where = SCALE_BYTES.get(blocks.name, slice(0, 2))
     raw[:, where] = scales[:, : where.stop - where.start]
+    if blocks.name == "MXFP4":
+        raw[:, 0] = np.arange(257) % 250  # the largest exponents are beyond float32
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType(kind))
     decoded = dequantize(blocks, torch.from_numpy(raw))
     assert decoded.shape == (257, blocks.elements)
@@ -50,7 +67,9 @@ def test_plain_types_keep_their_bits(dtype: torch.dtype) -> None:
     assert torch.equal(decoded, values)
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "TQ2_0", "MXFP4"])
+@pytest.mark.parametrize(
+    "name", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4"]
+)
 def test_rarer_types_are_decoded_by_the_formats_package(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     blocks = block_type(kind)

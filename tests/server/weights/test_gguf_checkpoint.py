@@ -12,10 +12,12 @@ import torch
 
 from tgi.errors import StartupError
 from tgi.server.weights.checkpoint import open_checkpoint
-from tgi.server.weights.gguf_checkpoint import checkpoint_name, row_order
+from tgi.server.weights.gguf_checkpoint import row_order
+from tgi.server.weights.gguf_layouts import layout_of
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 64
 Q4_1, Q8_0, Q4_0 = (gguf.GGMLQuantizationType[name] for name in ("Q4_1", "Q8_0", "Q4_0"))
+Tensors = dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType | None]]
 
 
 def permute_as_the_converter_does(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -26,8 +28,8 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType | None]]) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(path: Path, tensors: Tensors, architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     for name, (values, kind) in tensors.items():
@@ -58,11 +60,14 @@ def rounded(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> torch.Tensor
         ("blk.7.ffn_norm.weight", "model.layers.7.post_attention_layernorm.weight"),
         ("blk.7.ffn_down.weight", "model.layers.7.mlp.down_proj.weight"),
         ("rope_freqs.weight", "rope_freqs.weight"),
-        ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_exps.weight"),
+        ("blk.0.ffn_gate_exps.weight", "model.layers.0.block_sparse_moe.experts.{}.w1.weight"),
+        ("blk.0.ffn_down.3.weight", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+        ("blk.0.attn_new.weight", "blk.0.attn_new.weight"),
+        ("mm.{}.weight", "mm.{}.weight"),
     ],
 )
 def test_names(name: str, expected: str) -> None:
-    assert checkpoint_name(name, "llama") == expected
+    assert layout_of("llama", ()).name(name) == expected
 
 
 def test_query_and_key_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -96,7 +101,9 @@ def test_row_order_is_a_permutation_within_heads() -> None:
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-@pytest.mark.parametrize("region", [(slice(2, 5),), (slice(0, 6), slice(32, 96)), (slice(1, 2), slice(40, 70))])
+@pytest.mark.parametrize(
+    "region", [(slice(0, 0),), (slice(2, 5),), (slice(0, 6), slice(32, 96)), (slice(1, 2), slice(40, 70))]
+)
 def test_slices_equal_slices_of_the_whole(
     tmp_path: Path, kind: gguf.GGMLQuantizationType, region: tuple[slice, ...]
 ) -> None:
@@ -125,6 +132,44 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "k.gguf").read("lm_head.weight", (1, 256))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "message"),
+    [
+        ("llama", "blk.0.ffn_gate_exps.weight", (8,), r"ffn_gate_exps\.weight of shape \[8\] is no stack of tensors"),
+        ("llama", "blk.0.ffn_gate_exps.weight", (1 << 15, 1), r"of shape \[32768, 1\] is no stack of tensors"),
+        (
+            "gpt-oss",
+            "blk.0.ffn_gate_exps.weight",
+            (2, 8, 8),
+            r"has no blk\.0\.ffn_up_exps\.weight of a shape that fits",
+        ),
+        ("deepseek2", "blk.0.attn_k_b.weight", (2, 8, 8), r"has no blk\.0\.attn_v_b\.weight of a shape that fits"),
+    ],
+)
+def test_a_stack_that_is_none_is_refused(
+    tmp_path: Path, architecture: str, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {name: (random(*shape), None)}, architecture)
+    with pytest.raises(StartupError, match=message):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "first", "second", "shapes"),
+    [
+        ("gpt-oss", "ffn_gate_exps", "ffn_up_exps", ((2, 8, 8), (2, 8, 4))),
+        ("deepseek2", "attn_k_b", "attn_v_b", ((2, 8, 4), (2, 8, 4))),
+    ],
+)
+def test_two_tensors_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, architecture: str, first: str, second: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    names = [f"blk.0.{part}.weight" for part in (first, second)]
+    tensors: Tensors = {name: (random(*shape), None) for name, shape in zip(names, shapes)}
+    with pytest.raises(StartupError, match=rf"has no blk\.0\.{second}\.weight of a shape that fits"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, architecture))
+
+
 def test_a_truncated_file_names_the_tensor(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"output.weight": (random(64, 64), None)})
     path.write_bytes(path.read_bytes()[:-5000])
@@ -139,9 +184,9 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
 
 
 def test_names_of_architectures() -> None:
-    assert checkpoint_name("blk.0.ffn_norm.weight", "gemma3") == "model.layers.0.pre_feedforward_layernorm.weight"
-    assert checkpoint_name("blk.1.attn_qkv.weight", "phi3") == "model.layers.1.self_attn.qkv_proj.weight"
-    assert checkpoint_name("blk.1.ffn_up.weight", "phi3") == "model.layers.1.mlp.gate_up_proj.weight"
+    assert layout_of("gemma3", ()).name("blk.0.ffn_norm.weight") == "model.layers.0.pre_feedforward_layernorm.weight"
+    assert layout_of("phi3", ()).name("blk.1.attn_qkv.weight") == "model.layers.1.self_attn.qkv_proj.weight"
+    assert layout_of("phi3", ()).name("blk.1.ffn_up.weight") == "model.layers.1.mlp.gate_up_proj.weight"
 
 
 def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:

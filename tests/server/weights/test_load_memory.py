@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.server.distributed.test_group import free_port
+
 ROOT = Path(__file__).parents[3]
 HIDDEN, INNER, LAYERS, VOCABULARY, KV = 1024, 4096, 15, 32000, 256
 TILE = np.random.default_rng(0).standard_normal(1 << 18, dtype=np.float32) * np.float32(0.02)
@@ -37,24 +39,18 @@ SHAPES = {
 }
 
 
-def write_safetensors(directory: Path, dtype: str) -> Path:
+def write_safetensors(directory: Path, dtype: str, files: int) -> Path:
     """Random numbers, a tile of them again and again."""
-    size = {"F32": 4, "BF16": 2}[dtype]
-    tile = TILE.tobytes() if dtype == "F32" else (TILE.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    header, offset = {}, 0
-    for name, shape in SHAPES.items():
-        end = offset + math.prod(shape) * size
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
     directory.mkdir()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for shape in SHAPES.values():
-            whole, rest = divmod(math.prod(shape) * size, len(tile))
-            for _ in range(whole):
-                file.write(tile)
-            file.write(tile[:rest])
+    names = list(SHAPES)
+    weight_map: dict[str, str] = {}
+    for number in range(files):
+        own = names[number::files]
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors" if files > 1 else "model.safetensors"
+        write_file(directory / file, own, dtype)
+        weight_map |= dict.fromkeys(own, file)
+    if files > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     config = {
         "model_type": "llama",
         "hidden_size": HIDDEN,
@@ -68,6 +64,24 @@ def write_safetensors(directory: Path, dtype: str) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def write_file(path: Path, names: list[str], dtype: str) -> None:
+    size = {"F32": 4, "BF16": 2}[dtype]
+    tile = TILE.tobytes() if dtype == "F32" else (TILE.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    header, offset = {}, 0
+    for name in names:
+        end = offset + math.prod(SHAPES[name]) * size
+        header[name] = {"dtype": dtype, "shape": SHAPES[name], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            whole, rest = divmod(math.prod(SHAPES[name]) * size, len(tile))
+            for _ in range(whole):
+                file.write(tile)
+            file.write(tile[:rest])
 
 
 def write_gguf(path: Path) -> Path:
@@ -97,13 +111,20 @@ def write_gguf(path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["BF16", "F32", "GGUF"])
-def test_the_peak_of_loading_is_near_the_weights(tmp_path: Path, kind: str) -> None:
-    path = write_gguf(tmp_path / "m.gguf") if kind == "GGUF" else write_safetensors(tmp_path / "m", kind)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("kind", "files"), [("BF16", 1), ("F32", 1), ("F32", 3), ("GGUF", 1)])
+def test_the_peak_of_loading_is_near_the_weights(tmp_path: Path, kind: str, files: int, ranks: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf") if kind == "GGUF" else write_safetensors(tmp_path / "m", kind, files)
     program = [sys.executable, str(ROOT / "tests/fakes/load_program.py"), str(path), "bfloat16"]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
-    weights = 2 * sum(math.prod(shape) for shape in SHAPES.values())
-    assert weights > 500e6
-    assert weights <= peak <= 1.2 * weights + 300e6
+    port = free_port()
+    places = [[str(rank), str(ranks), str(port)] for rank in range(ranks)]
+    started = [
+        subprocess.Popen([*program, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for place in places
+    ]
+    own_weights = 2 * sum(math.prod(shape) for shape in SHAPES.values()) / ranks
+    assert own_weights > 500e6 / ranks
+    for process in started:
+        said, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert own_weights <= int(said) <= 1.2 * own_weights + 300e6

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tgi.errors import StartupError
 from tgi.server.weights import loader
-from tgi.server.weights.dummy_checkpoint import STD, DummyCheckpoint
+from tgi.server.weights.dummy_checkpoint import NUM_VALUES, STD, DummyCheckpoint
 from tgi.server.weights.loader import load_into
 from tgi.server.weights.region import Region, bounds_of
 from tgi.server.weights.tracked_checkpoint import TrackedCheckpoint
@@ -114,6 +116,57 @@ def test_reading_uses_one_thread_and_gives_the_others_back() -> None:
     finally:
         torch.set_num_threads(before)
     assert seen == [1, 1]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.usefixtures("two_threads")
+def test_pieces_are_read_by_several_threads_at_once(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    class Meeting(RecordingCheckpoint):
+        def read(self, name: str, shape: tuple[int, ...], region: Region = ()) -> torch.Tensor:
+            if self.reads:  # the first is read alone, before any other
+                together.wait()
+            seen.add((threading.get_ident(), torch.get_num_threads()))
+            return super().read(name, shape, region)
+
+    monkeypatch.setattr(loader, "CHUNK_ELEMENTS", 64)
+    seen: set[tuple[int, int]] = set()
+    together = threading.Barrier(2, timeout=30)
+    checkpoint = Meeting(torch.randn(10, 32))
+    with torch.inference_mode(inference):  # as the shard loads
+        destination = torch.empty(10, 32)
+        load_into(destination, checkpoint, "t", (10, 32))
+    assert torch.equal(destination, checkpoint.tensor)
+    assert len({thread for thread, _ in seen} - {threading.get_ident()}) == 2
+    assert {threads for _, threads in seen} == {1}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_in_any_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "CHUNK_ELEMENTS", 64)
+    tensor = torch.randn(64, 32)
+    tensor[50, 5] = math.nan
+    with pytest.raises(StartupError, match="hold values that are no finite numbers"):
+        load_into(torch.empty(64, 32), RecordingCheckpoint(tensor), "t", (64, 32))
+    assert torch.get_num_threads() == 2
+
+
+def test_a_piece_of_random_weights_costs_no_more_than_itself() -> None:
+    checkpoint = DummyCheckpoint(torch.float32, torch.device("cpu"))
+    assert checkpoint.read("t", (1 << 40, 3), (slice(1 << 39, (1 << 39) + 2), slice(1, 2))).shape == (2, 1)
+    many = NUM_VALUES // 2
+    whole = checkpoint.read("t", (5, many))
+    parts = [checkpoint.read("t", (5, many), (slice(row, row + 1),)) for row in range(5)]
+    assert torch.equal(whole, torch.cat(parts))
+    assert all(not torch.equal(parts[0], part) for part in parts[1:])
 
 
 def test_what_nobody_read_is_named() -> None:

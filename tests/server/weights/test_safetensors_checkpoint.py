@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"weight_map": 3}', "[" * 100_000])
 def test_a_broken_index(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(StartupError, match="is not an index of weights"):
@@ -90,6 +91,16 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(StartupError, match=r"model\.safetensors cannot be read \(.*\); fetch it again"):
         open_checkpoint(tmp_path).read("a", (6, 8))
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    os.mkfifo(file)  # to open it would wait for ever
+    for _ in range(2):
+        with pytest.raises(StartupError, match=r"model\.safetensors is no file; fetch it again"):
+            open_checkpoint(tmp_path)
+        file.unlink()
+        file.symlink_to("nowhere")
 
 
 def test_missing_tensor_and_wrong_shape(tmp_path: Path) -> None:

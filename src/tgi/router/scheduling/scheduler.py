@@ -237,6 +237,8 @@ class Scheduler:
 def _text_opener(tokenizer: Tokenizer) -> Callable[[ValidRequest], AnswerText]:
     def open_text(request: ValidRequest) -> AnswerText:
         stopping = request.stopping
-        return TextStream(tokenizer, request.prompt_ids, stopping.stop_strings, stopping.include_stop)
+        return TextStream(
+            tokenizer, request.prompt_ids, stopping.stop_strings, stopping.include_stop, stopping.min_new_tokens
+        )
 
     return open_text

@@ -18,11 +18,13 @@ from tgi.router.scheduling.live import LiveRows
 from tgi.router.scheduling.prefix_wait import PrefixLeaders
 from tgi.router.scheduling.stats import SchedulerStats
 from tgi.shard_client.messages import RowError, Step, TopTokens
+from tgi.text.stream import Piece
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_SLICE = 16
 _RUNNING = int(EndReason.RUNNING)
+_NO_TEXT = Piece("", False, None)
 _REASONS = {
     int(EndReason.LENGTH): FinishReason.LENGTH,
     int(EndReason.EOS): FinishReason.EOS_TOKEN,
@@ -148,7 +150,9 @@ class StepHandler:
         entry.generated.append(token_id)
         entry.account.charge_token()
         entry.barren_losses = 0
-        piece = entry.text.push(token_id)
+        piece = _NO_TEXT
+        if end != EndReason.STOP_ID or self._shows_stop_id(entry, token_id):
+            piece = entry.text.push(token_id)
         event = TokenEvent(token_id, piece.text, logprob, piece.special)
         if top is not None:
             event.top_tokens = self._top_tokens(top)
@@ -157,6 +161,10 @@ class StepHandler:
             self._finish(entry, event, end, stop)
         self._stats.generated_tokens += 1
         entry.sink.token(event)
+
+    def _shows_stop_id(self, entry: Entry, token_id: int) -> bool:
+        """As with stop strings. A special token is marked as such, and is no part of the answer anyway."""
+        return entry.request.stopping.include_stop or self._vocabulary.is_special(token_id)
 
     def _finish(self, entry: Entry, event: TokenEvent, end: int, stop: str | None) -> None:
         """Complete the last event. Row and blocks go back before anyone hears of it."""

@@ -259,7 +259,8 @@ def _check_supported(parameters: GenerateParameters, door: Door, limits: Limits)
     """Refuse by name what would change the answer and cannot be done; a value that changes nothing passes."""
     if parameters.decoder_input_details and not limits.prompt_logprobs:
         raise InvalidRequest(
-            f"`{door.prompt_logprobs}` needs a server that was started with `--enable-prefill-logprobs`",
+            f"`{door.prompt_logprobs}` needs a server that was started with `--enable-prefill-logprobs`, and a "
+            "model that is no encoder-decoder",
             door.prompt_logprobs,
         )
     if parameters.adapter_id:

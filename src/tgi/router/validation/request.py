@@ -15,7 +15,7 @@ class ValidStopping:
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    include_stop: bool = True  # the stop string stays in the text (TGI's routes) or not (`/v1`)
+    include_stop: bool = True  # the stop string or stop id stays in the text (TGI's routes) or not (`/v1`)
     ignore_eos: bool = False
 
 

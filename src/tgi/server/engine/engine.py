@@ -302,7 +302,8 @@ class Engine:
         if len(waiting):
             order = waiting[prompt_order(table.priority[waiting], table.order[waiting])]
             prompts = [Prompt(int(row), int(remaining[row]), int(room[row])) for row in order]
-            shares = share_budget(prompts, self._squeeze.limit(budget.tokens(len(decode))), budget.chunked)
+            left = self._squeeze.limit(budget.tokens(len(decode)))
+            shares = share_budget(prompts, left, budget.chunked, budget.padded)
         if not len(decode) and not shares:
             return None
         rows = np.concatenate([decode, np.array([row for row, _ in shares], np.int64)]).astype(np.int64)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tgi.server.padding import padded_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
@@ -21,6 +23,7 @@ class PrefillBudget:
     alone: int  # while no row decodes: `max_batch_prefill_tokens`, or a second's worth where that is less
     beside_decode: int  # while rows decode: what fits the longest gap we allow, from the speed measured at warm-up
     chunked: bool  # a prompt may be read in pieces
+    padded: bool = False  # whole prompts share rectangles, and it is those that count
 
     def tokens(self, num_decode: int) -> int:
         """Left for prompts once `num_decode` rows have their one token."""
@@ -49,7 +52,7 @@ def prompt_order(priorities: npt.NDArray[np.int64], admissions: npt.NDArray[np.i
     return np.concatenate([order[:1], [oldest], order[1:][order[1:] != oldest]])
 
 
-def share_budget(prompts: Sequence[Prompt], budget: int, chunked: bool) -> list[tuple[int, int]]:
+def share_budget(prompts: Sequence[Prompt], budget: int, chunked: bool, padded: bool = False) -> list[tuple[int, int]]:
     """(row, tokens) for prompts in the order given.
 
     While another prompt waits none takes more than half of the budget, so a short prompt passes a long one; what is
@@ -58,16 +61,14 @@ def share_budget(prompts: Sequence[Prompt], budget: int, chunked: bool) -> list[
     """
     if not chunked:
         taken: list[tuple[int, int]] = []
-        left = budget
+        lens: list[int] = []
         for prompt in prompts:
             if prompt.remaining > prompt.room:
                 continue
-            if prompt.remaining > left and taken:
+            lens.append(prompt.remaining)
+            if taken and (padded_tokens(lens) if padded else sum(lens)) > budget:
                 break
             taken.append((prompt.row, prompt.remaining))
-            left -= prompt.remaining
-            if left <= 0:
-                break
         return taken
     wants = [min(prompt.remaining, prompt.room) for prompt in prompts]
     waiting = sum(1 for want in wants if want > 0)

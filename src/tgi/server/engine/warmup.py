@@ -21,6 +21,7 @@ from tgi.server.config import ShardConfig
 from tgi.server.engine.engine import Limits
 from tgi.server.engine.leader import LeaderDevice
 from tgi.server.engine.plan import PrefillBudget
+from tgi.server.models.model import RowKeeper
 from tgi.server.platforms.cpu import free_memory as host_memory
 from tgi.server.platforms.platform import Platform
 from tgi.shard_client.messages import Admit, Sampling, Stopping, WarmupRequest, WarmupResult
@@ -55,14 +56,14 @@ DEFAULT_MAX_POSITION = 4096  # for a config that names none
 
 
 def prefill_budget(
-    asked: int, gap_tokens: int, prefill_rate: float, chunked: bool, scale: float = 1.0
+    asked: int, gap_tokens: int, prefill_rate: float, chunked: bool, scale: float = 1.0, padded: bool = False
 ) -> PrefillBudget:
     """Pure: the tokens of one step. `asked` is `max_batch_prefill_tokens`; where prompts can be read in pieces a slow
     machine takes smaller ones, since nobody can come between while a step runs, not even to cancel it. `scale`: below 1
     after a group of ranks ran out of memory."""
     if not chunked:
         asked = max(1, int(asked * scale))
-        return PrefillBudget(alone=asked, beside_decode=asked, chunked=False)
+        return PrefillBudget(alone=asked, beside_decode=asked, chunked=False, padded=padded)
     alone = max(1, int(scale * min(asked, max(gap_tokens, int(prefill_rate * LONGEST_STEP_S)))))
     return PrefillBudget(alone=alone, beside_decode=max(1, int(scale * min(gap_tokens, alone))), chunked=True)
 
@@ -200,6 +201,7 @@ class WarmUp:
             prefill_rate,
             self._config.prefill_chunking,
             self._config.budget_scale,
+            padded=isinstance(runner.model, RowKeeper) and runner.model.requires_padding,
         )
         log.info(
             "Warmed up: %d KV tokens in %d blocks (%.0f MiB), decode step %.1f ms, prefill %.0f tokens/s, window %d",
@@ -268,20 +270,27 @@ class WarmUp:
     def _worst_step(self, request: WarmupRequest) -> int:
         """Bytes that the largest legal step needs beside weights and cache: it is run once, on a cache made for it,
         with all its rows sampling, using every control, and wanting their prompts' logprobs."""
-        backend, tokens = self._runner.backend, request.max_batch_prefill_tokens
+        model, backend, tokens = self._runner.model, self._runner.backend, request.max_batch_prefill_tokens
+        longest = min(tokens, model.cache_shape.max_positions or tokens)
         num_rows = max(1, min(request.max_rows, tokens // 2))
-        each = min(tokens // num_rows, self._runner.model.cache_shape.max_positions or tokens)
-        blocks_each = -(-each // backend.block_size)
+        shapes = [(num_rows, min(tokens // num_rows, longest))]
+        if isinstance(model, RowKeeper) and not model.can_chunk:
+            # Attention of its own may take the square of a text's length.
+            shapes.append((1, min(longest, request.max_total_tokens or longest)))
+        most = 0
         try:
-            self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
-            torch.cuda.reset_peak_memory_stats(self._runner.device)
-            before = torch.cuda.memory_allocated(self._runner.device)
-            self._prompts(num_rows, each, blocks_each, EVERYTHING, scored=True)
+            for num_rows, each in shapes:
+                blocks_each = -(-each // backend.block_size)
+                self._device.allocate(1 + blocks_each * num_rows, num_rows, each)
+                torch.cuda.reset_peak_memory_stats(self._runner.device)
+                before = torch.cuda.memory_allocated(self._runner.device)
+                self._prompts(num_rows, each, blocks_each, EVERYTHING, scored=True)
+                most = max(most, torch.cuda.max_memory_allocated(self._runner.device) - before)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"Not enough memory to handle {tokens} prefill tokens. You need to decrease --max-batch-prefill-tokens"
             ) from error
-        return torch.cuda.max_memory_allocated(self._runner.device) - before
+        return most
 
     def _speeds(self, sizes: Sizes) -> tuple[float, float]:
         """(seconds of the fastest decode step at batch 1, prompt tokens per second)."""

@@ -16,6 +16,10 @@ from tgi.text.tokenizer import read_tokenizer
 
 log = logging.getLogger(__name__)
 
+# Ids of a table of weights beyond those of its tokenizer. The library takes memory for each, before anyone can see
+# that the weights are others.
+MOST_PADDING = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -35,6 +39,8 @@ def read_vocabulary(path: Path, size: int, eos_ids: Iterable[int] = ()) -> Vocab
     if not ends:
         raise StartupError(f"{path} names no end-of-sequence token, so an answer could never leave its grammar")
     num_tokens = max(source.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if size > num_tokens + MOST_PADDING:
+        raise StartupError(f"{path}: its configuration counts {size} tokens, its tokenizer has {num_tokens}")
     try:
         tokens = LLTokenizer(source.backend.to_str(), n_vocab=max(size, num_tokens), eos_token=ends)
     except Exception as error:  # the library raises bare exceptions

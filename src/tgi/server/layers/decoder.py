@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tgi.model_config import ModelConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in config.json's words
+TEXT_PART = "language_model"  # what models of text and images call their decoder
 Rotations = Mapping[str, Rotation]  # by kind of layer; a kind that is not there has no positions
 
 
@@ -86,9 +87,10 @@ def entered(norm: Norm, update: torch.Tensor | None, residual: torch.Tensor) -> 
 
 def body_of(source: Source, name: str = "model", inside: str = "embed_tokens.weight") -> Source:
     """Where the decoder is: below `name`, of which a checkpoint that was saved without its head has only the end, or
-    nothing. `inside`: a tensor that it has in any case."""
+    nothing; within a model of text and images it may be called so. `inside`: a tensor that it has in any case."""
     parts = name.split(".")
     places = [source.at(".".join(parts[index:])) for index in range(len(parts))]
+    places.append(places[0].at(TEXT_PART))
     return next((place for place in (*places, source) if place.has(inside)), places[0])
 
 

@@ -177,17 +177,13 @@ def _column_parts(
 ) -> list[Part]:
     places = source.parts(name)
     whole = slice(0, in_features)
-    if len(places) == len(sizes):
-        return [
-            Part(place.prefix, (size, in_features), own, whole, bias or place.has("bias"))
-            for place, size, own in zip(places, sizes, rows, strict=True)
-        ]
-    # The checkpoint has them fused already: the same rows, counted from where each module begins.
-    (place,) = places
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    shape = (sum(sizes), in_features)
-    has_bias = bias or place.has("bias")
-    return [
-        Part(place.prefix, shape, slice(start + own.start, start + own.stop), whole, has_bias)
-        for start, own in zip(starts, rows, strict=True)
-    ]
+    # The last place has what is left, fused already: the same rows, counted from where each module begins.
+    alone = len(places) - 1
+    parts: list[Part] = []
+    for index, (size, own) in enumerate(zip(sizes, rows, strict=True)):
+        place, start, height = places[min(index, alone)], 0, size
+        if index >= alone:
+            start, height = sum(sizes[alone:index]), sum(sizes[alone:])
+        own_rows = slice(start + own.start, start + own.stop)
+        parts.append(Part(place.prefix, (height, in_features), own_rows, whole, bias or place.has("bias")))
+    return parts

@@ -6,7 +6,6 @@ Each expert's inner features are split over the ranks; one sum over the ranks fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -121,13 +120,11 @@ class Experts:
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """`up`: for each expert the parts whose rows follow each other; `down`: one part for each."""
-        self._up = [source.linear(parts) for parts in up]
-        self._down = [source.linear([part]) for part in down]
-        self._apply = partial(source.ops.experts, up=self._up, down=self._down, activation=activation)
+        self._kernel = source.experts(up, [[part] for part in down], activation)
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden], [tokens, k] twice -> [tokens, hidden], this rank's share of the sum."""
-        return self._apply(hidden, ids, weights)
+        return self._kernel(hidden, ids, weights)
 
 
 def gated_experts(

@@ -105,11 +105,11 @@ class RowStates:
         for row, begin, more, part in zip(rows.rows, begins, again, ids.split(rows.query_lens)):
             earlier = self._given[row][begin : begin + more].astype(np.int64)
             assert len(earlier) == more, "only ids that the row came with are read again"
-            parts += [torch.from_numpy(earlier).to(ids.device), part]
+            parts += [self._to_device(torch.from_numpy(earlier)), part]
             position += more
             kept.append(torch.arange(position, position + len(part)))
             position += len(part)
-        return torch.cat(parts), torch.cat(kept).to(ids.device)
+        return torch.cat(parts), self._to_device(torch.cat(kept))
 
     def _groups(self, rows: list[int], sides: list[int], lens: list[int]) -> list[RowGroup]:
         """Rows with one token that go on are computed together, all others by themselves."""
@@ -132,8 +132,10 @@ class RowStates:
         return groups
 
     def _indices(self, values: list[int]) -> torch.Tensor:
-        indices = torch.tensor(values)
-        return indices if self._device.type == "cpu" else indices.pin_memory().to(self._device, non_blocking=True)
+        return self._to_device(torch.tensor(values))
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._device.type == "cpu" else values.pin_memory().to(self._device, non_blocking=True)
 
 
 class SelectiveStateSpace:
@@ -151,8 +153,12 @@ class SelectiveStateSpace:
         bias: bool,
         convolution_bias: bool,
         activation: str,
+        norm_eps: float | None = None,
     ) -> None:
+        """`norm_eps`: of norms without weights over what steers the state: its steps, what enters it, what leaves it
+        (Falcon-Mamba, arXiv 2410.05355); None for none."""
         self._rank, self._state_size, self._kernel = step_rank, state_size, kernel
+        self._norm_eps = norm_eps
         self._in = MergedColumnLinear(source, "in_proj", hidden_size, [2 * inner_size], bias=bias)
         self._parameters = ColumnLinear(source, "x_proj", inner_size, step_rank + 2 * state_size)
         self._steps = ColumnLinear(source, "dt_proj", step_rank, inner_size, bias=True)
@@ -175,15 +181,21 @@ class SelectiveStateSpace:
         for group in groups:
             convolved[group.tokens] = self._convolve(inputs[group.tokens].float(), group, states[0])
         inputs = self._activation(convolved.to(self._dtype))
-        steps, entering, leaving = self._parameters(inputs).split([self._rank, self._state_size, self._state_size], -1)
-        steps = torch.nn.functional.softplus(self._steps(steps.contiguous()).float())
-        entering, leaving, inputs = entering.float(), leaving.float(), inputs.float()
+        sizes = [self._rank, self._state_size, self._state_size]
+        steps, entering, leaving = (self._normed(part.float()) for part in self._parameters(inputs).split(sizes, -1))
+        steps = torch.nn.functional.softplus(self._steps(steps.to(self._dtype)).float())
+        inputs = inputs.float()
         scanned = torch.empty_like(inputs)
         for group in groups:
             parts = [part[group.tokens] for part in (inputs, steps, entering, leaving)]
             scanned[group.tokens] = self._scan(group, states[1], *parts)
         scanned.addcmul_(inputs, self._skip).mul_(torch.nn.functional.silu(gate.float()))
         return self._out(scanned.to(self._dtype))
+
+    def _normed(self, parameters: torch.Tensor) -> torch.Tensor:
+        if self._norm_eps is None:
+            return parameters
+        return torch.nn.functional.rms_norm(parameters, parameters.shape[-1:], eps=self._norm_eps)
 
     def _convolve(self, inputs: torch.Tensor, group: RowGroup, state: torch.Tensor) -> torch.Tensor:
         """[tokens, inner] of the group -> the same"""
@@ -220,8 +232,27 @@ class SelectiveStateSpace:
             step = steps[:, part].unsqueeze(-1)  # [rows, tokens, inner, 1]
             decay = (step * self._decay).exp()  # [rows, tokens, inner, state]
             run = step * entering[:, part].unsqueeze(2) * inputs[:, part].unsqueeze(-1)
-            for token in range(run.shape[1]):
-                state = run[:, token].addcmul_(decay[:, token], state)
+            state = (_one_by_one if run.device.type == "cpu" else _doubling)(run, decay, state)
             found.append(torch.matmul(run, leaving[:, part].unsqueeze(-1)).squeeze(-1))
         states.index_copy_(0, group.targets, state)
         return torch.cat(found, 1).flatten(0, 1)
+
+
+def _one_by_one(run: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """run, decay [rows, tokens, inner, state]: run[t] += decay[t] * run[t - 1], in place, where `state` [rows, inner,
+    state] comes before the first. Returns the last."""
+    for token in range(run.shape[1]):
+        state = run[:, token].addcmul_(decay[:, token], state)
+    return state
+
+
+def _doubling(run: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """The same in few operations of more work each, for a device that waits for their launches: each turn joins two
+    stretches that are done. `decay` is changed."""
+    run[:, 0].addcmul_(decay[:, 0], state)
+    stretch = 1
+    while stretch < run.shape[1]:
+        run[:, stretch:] += decay[:, stretch:] * run[:, :-stretch]
+        decay[:, stretch:] = decay[:, stretch:] * decay[:, :-stretch]
+        stretch *= 2
+    return run[:, -1]

@@ -188,6 +188,8 @@ def _llama3(setup: _Setup) -> tuple[torch.Tensor, float]:
 def _yarn(setup: _Setup) -> tuple[torch.Tensor, float]:
     """NTK by parts: dimensions that turn often in the trained length are kept, slow ones stretched, a linear ramp over
     the dimensions between."""
+    if "long_factor" in setup.values:
+        return _longrope(setup)  # another of its first names
 
     def dimension(turns: float) -> float:
         return setup.dim * math.log(setup.original_positions / (turns * 2 * math.pi)) / (2 * math.log(setup.theta))

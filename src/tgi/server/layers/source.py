@@ -14,11 +14,12 @@ from tgi.errors import StartupError
 from tgi.server.distributed.group import Group
 from tgi.server.ops.dispatch import Ops, bind
 from tgi.server.ops.matmul import LinearKernel
+from tgi.server.ops.moe import Activation, ExpertsKernel
 from tgi.server.platforms.detect import platform_of
 from tgi.server.quantization.scheme import Part, Scheme
 from tgi.server.quantization.select import select_scheme
 from tgi.server.weights.checkpoint import Checkpoint
-from tgi.server.weights.loader import load_into
+from tgi.server.weights.loader import check_shape_of, load_into
 from tgi.server.weights.region import Region
 
 
@@ -63,6 +64,7 @@ class Source:
         sizes = list(shape)
         for dim, part in enumerate(region):
             sizes[dim] = part.stop - part.start
+        check_shape_of(self.checkpoint, self.name(leaf), shape)
         parameter = torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
         load_into(parameter, self.checkpoint, self.name(leaf), shape, region)
         self.kept.append(parameter)
@@ -70,6 +72,13 @@ class Source:
 
     def linear(self, parts: Sequence[Part], float_out: bool = False) -> LinearKernel:
         kernel = self.scheme.load(self.checkpoint, parts, self.dtype, self.device, float_out)
+        self.kept.extend(kernel.kept)
+        return kernel
+
+    def experts(
+        self, up: Sequence[Sequence[Part]], down: Sequence[Sequence[Part]], activation: Activation
+    ) -> ExpertsKernel:
+        kernel = self.scheme.load_experts(self.checkpoint, up, down, activation, self.dtype, self.device)
         self.kept.extend(kernel.kept)
         return kernel
 

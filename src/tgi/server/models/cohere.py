@@ -59,6 +59,9 @@ class CohereLayer:
 
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
+    config.fields.only("use_parallel_block", True)
+    config.fields.only("use_gated_activation", True)
+    config.fields.only("position_embedding_type", "rope_gptj")
     body = body_of(source)
     embedding = Embedding(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
     layers = [CohereLayer(config, body.at(f"layers.{index}"), index, kind) for index, kind in enumerate(_kinds(config))]

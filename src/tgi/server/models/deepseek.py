@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tgi.errors import StartupError
+from tgi.model_config import Fields
 from tgi.server.layers.attention import cache_shape
 from tgi.server.layers.blocks import FeedForward, SequentialLayer
 from tgi.server.layers.decoder import FULL, Decoder, body_of, head_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 PACKED = {**LATENTS, "gate_up_proj": ("gate_proj", "up_proj")}
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}  # of logits [tokens, experts]
 
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
@@ -83,14 +85,16 @@ def _attention(config: ModelConfig, source: Source, index: int) -> LatentAttenti
 
 def _yarn_scale(config: ModelConfig) -> float:
     """Scores of a stretched context are sharpened: queries and keys by the same factor each."""
-    scaling = config.rope_scaling or {}
-    factor, measure = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)
-    return (0.1 * measure * math.log(factor) + 1.0) ** 2 if measure and factor > 1.0 else 1.0
+    scaling = Fields(config.rope_scaling or {}, "rope_scaling")
+    factor, measure = scaling.number("factor", default=1.0), scaling.get("mscale_all_dim")
+    if not measure or factor <= 1.0:
+        return 1.0
+    return (0.1 * scaling.number("mscale_all_dim", default=1.0) * math.log(factor) + 1.0) ** 2
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
     fields = config.fields
-    first = fields.get("first_k_dense_replace") or 0
+    first = fields.count("first_k_dense_replace") if fields.get("first_k_dense_replace") else 0
     return index >= first and index % fields.count("moe_layer_freq", default=1) == 0
 
 
@@ -105,7 +109,7 @@ def _mixture(config: ModelConfig, source: Source) -> MixtureOfExperts:
     experts = gated_experts(
         source.at("experts"), num_experts, config.hidden_size, inner, gated_activation(source, config.hidden_act)
     )
-    num_shared = fields.optional_count("n_shared_experts")
+    num_shared = fields.count("n_shared_experts") if fields.get("n_shared_experts") else 0
     return MixtureOfExperts(
         source,
         Router(source, config.hidden_size, num_experts),
@@ -120,13 +124,23 @@ def _route(config: ModelConfig, source: Source, num_experts: int) -> Route:
     method = fields.text("topk_method") or ("greedy" if config.model_type == "deepseek_v2" else "noaux_tc")
     if method not in METHODS:
         raise StartupError(f"config.json: topk_method {method!r} is not supported; {', '.join(METHODS)} are")
+    scoring = fields.text("scoring_func") or ("sigmoid" if method == "noaux_tc" else "softmax")
+    if scoring not in SCORES:
+        raise StartupError(f"config.json: scoring_func {scoring!r} is not supported; {', '.join(SCORES)} are")
     groups, top_groups = fields.count("n_group", default=1), fields.count("topk_group", default=1)
     if method == "greedy":
         groups = top_groups = 1
     top_k = check_top_k(fields.count("num_experts_per_tok"), num_experts, groups, top_groups)
-    route = partial(grouped_top, top_k, groups, top_groups, scale=fields.number("routed_scaling_factor", default=1.0))
-    if method != "noaux_tc":
-        return route(score=partial(torch.softmax, dim=-1), normalise=fields.flag("norm_topk_prob"))
-    bias = source.tensor("gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
-    normalise = fields.flag("norm_topk_prob", default=True)
-    return route(score=torch.sigmoid, bias=bias, per_group=2, normalise=normalise)
+    route = partial(
+        grouped_top,
+        top_k,
+        groups,
+        top_groups,
+        score=SCORES[scoring],
+        normalise=fields.flag("norm_topk_prob", default=method == "noaux_tc"),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+    )
+    if method == "noaux_tc":
+        bias = source.tensor("gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
+        return route(bias=bias, per_group=2)
+    return route()

@@ -28,7 +28,6 @@ PACKED = {
 }
 LOCAL_THETA = 10_000.0  # of Gemma 3's layers with a window
 QUERY_SCALAR = 256  # where a configuration does not say
-SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's, likewise
 
 
 class GemmaLayer:
@@ -47,7 +46,7 @@ class GemmaLayer:
             output_bias=config.attention_bias,
             scale=None if is_first else config.fields.number("query_pre_attn_scalar", default=QUERY_SCALAR) ** -0.5,
             window=config.sliding_window if kind == SLIDING else None,
-            softcap=_softcap(config, "attn_logit_softcapping"),
+            softcap=config.fields.optional_number("attn_logit_softcapping"),
         )
         if config.model_type == "gemma3_text":
             self.attention.query_norm = _norm(config, attention.at("q_norm"), config.head_dim)
@@ -72,6 +71,7 @@ class GemmaLayer:
 
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
+    config.fields.only("use_bidirectional_attention", False)
     body = body_of(source)
     embedding = Embedding(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
     layers = [GemmaLayer(config, body.at(f"layers.{index}"), index, kind) for index, kind in enumerate(_kinds(config))]
@@ -85,7 +85,7 @@ def Model(config: ModelConfig, source: Source, longest: int | None = None) -> De
         embedding=embedding,
         layers=layers,
         norm=_norm(config, body.at("norm")),
-        head=head_of(config, source, embedding, softcap=_softcap(config, "final_logit_softcapping")),
+        head=head_of(config, source, embedding, softcap=config.fields.optional_number("final_logit_softcapping")),
         cache_shape=cache_shape([layer.attention for layer in layers]),
         rotaries={kind: rotary for kind, rotary in rotaries.items() if kind in {layer.kind for layer in layers}},
         # As it was trained: rounded to the format of the weights.
@@ -106,16 +106,10 @@ def _kinds(config: ModelConfig) -> tuple[str, ...]:
     return tuple(FULL if (index + 1) % every == 0 else SLIDING for index in range(config.num_layers))
 
 
-def _softcap(config: ModelConfig, name: str) -> float | None:
-    if config.model_type == "gemma2" and name not in config.fields.values:
-        return SOFTCAPS[name]
-    return config.fields.optional_number(name)
-
-
 def _activation(config: ModelConfig) -> str:
     """The first files say "gelu" and mean its approximation, which `hidden_activation` was added to say."""
-    given = config.fields.text("hidden_activation") or config.hidden_act
-    return "gelu_pytorch_tanh" if given == "gelu" else given
+    given = config.fields.text("hidden_activation")
+    return given or ("gelu_pytorch_tanh" if config.hidden_act == "gelu" else config.hidden_act)
 
 
 def _local_theta(config: ModelConfig) -> float:

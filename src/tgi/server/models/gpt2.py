@@ -1,6 +1,7 @@
 """GPT-2, and what differs from it by names and a flag: learned positions, LayerNorms, a plain MLP.
 
-GPT-BigCode (StarCoder: one key-value head), GPT-Neo (scores not scaled, windows in turn with full attention).
+GPT-BigCode (StarCoder: one key-value head; the first SantaCoder goes by GPT-2's name), GPT-Neo (scores not scaled,
+windows in turn with full attention).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tgi.server.layers.source import Source
 if TYPE_CHECKING:
     from tgi.model_config import ModelConfig
 
-PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "multi_query": ("q_attn", "kv_attn")}
 EPS = 1e-5
 LOCAL_WINDOW = 256  # GPT-Neo's, where a configuration does not say
 LOCAL_TURNS = [[["global", "local"], 12]]  # likewise
@@ -72,7 +73,7 @@ def _layer(config: ModelConfig, source: Source, index: int) -> SequentialLayer:
         head_dim=config.head_dim,
         bias=traits.qkv_bias,
         output_bias=True,
-        qkv=traits.qkv,
+        qkv="multi_query" if config.fields.get("attention_head_type") == "multiquery" else traits.qkv,
         out=traits.out,
         transposed=traits.transposed,
         # With a key-value head for each head BigCode keeps the three of a head together.

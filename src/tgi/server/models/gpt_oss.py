@@ -1,6 +1,7 @@
 """gpt-oss: attention with sinks, windows in every other layer, experts with biases and a clamped SwiGLU.
 
-The published checkpoints are in MXFP4, which is refused by that name; their bfloat16 forms are served.
+The published checkpoints are in MXFP4, which is refused by that name; their bfloat16 forms are served, and GGUF files,
+whose MXFP4 blocks are decoded.
 """
 
 from __future__ import annotations

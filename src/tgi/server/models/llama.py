@@ -36,11 +36,14 @@ class Traits:
 
     qkv_bias: bool = False  # whatever attention_bias says
     head_norms: bool = False  # of queries and keys
-    asks_for_window: bool = False  # sliding_window counts only with use_sliding_window
+    has_window: bool = False  # sliding_window counts
+    asks_for_window: bool = False  # it counts only with use_sliding_window
     skips_positions: bool = False  # some layers rotate nothing
 
 
 TRAITS: Mapping[str, Traits] = {
+    "mistral": Traits(has_window=True),
+    "phi3": Traits(has_window=True),
     "qwen2": Traits(qkv_bias=True, asks_for_window=True),
     "qwen3": Traits(head_norms=True, asks_for_window=True),
     "smollm3": Traits(asks_for_window=True, skips_positions=True),
@@ -91,6 +94,7 @@ class LlamaLayer:
 class Llama:
     def __init__(self, config: ModelConfig, source: Source, longest: int | None = None) -> None:
         traits = TRAITS.get(config.model_type, Traits())
+        config.fields.only("rope_interleaved", False)
         body = body_of(source)
         self.embedding = Embedding(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
         self.layers = [
@@ -122,12 +126,18 @@ class Llama:
 
 
 def _window(config: ModelConfig, index: int, traits: Traits) -> int | None:
-    if traits.asks_for_window and not config.fields.flag("use_sliding_window"):
+    kinds = config.layer_types
+    if not traits.has_window and not (traits.asks_for_window and config.fields.flag("use_sliding_window")):
         return None
-    if config.layer_types is not None:
-        return config.sliding_window if config.layer_types[index] == SLIDING else None
-    first = config.fields.get("max_window_layers") if traits.asks_for_window else 0
-    return config.sliding_window if index >= (first or 0) else None
+    if kinds is not None:
+        has_window = kinds[index] == SLIDING
+    elif traits.skips_positions:
+        has_window = not _is_rotated(config, index)
+    elif traits.asks_for_window and config.fields.get("max_window_layers"):
+        has_window = index >= config.fields.count("max_window_layers")
+    else:
+        has_window = True
+    return config.sliding_window if has_window else None
 
 
 def _is_rotated(config: ModelConfig, index: int) -> bool:

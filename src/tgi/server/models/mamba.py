@@ -1,4 +1,7 @@
-"""Mamba: selective state spaces in the place of attention. Keeps a state for each row and no KV cache."""
+"""Mamba and Falcon-Mamba: selective state spaces in the place of attention. Keep a state for each row and no KV cache.
+
+Falcon-Mamba: norms over what steers the state. Mamba's first files have settings and names of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from tgi.model_config import ModelConfig
 
 PACKED: Mapping[str, tuple[str, ...]] = {}
+RANK = ("time_step_rank", "dt_rank")
 
 
 class Mamba:
@@ -33,11 +37,16 @@ class Mamba:
         if source.group.world_size > 1:
             raise StartupError("Mamba runs on one shard: start with --num-shard 1")
         fields = config.fields
+        fields.only("layer", "Mamba1")
+        fields.only("rms_norm", True)
         body = source.at("backbone")
         hidden_size = config.hidden_size
         eps = fields.number("layer_norm_epsilon", default=1e-5)
-        rank = fields.get("time_step_rank")
-        self.embedding = Embedding(body.at("embeddings"), config.vocab_size, hidden_size)
+        rank = fields.get(*RANK)
+        norm_eps = fields.number("mixer_rms_eps", default=1e-6) if config.model_type == "falcon_mamba" else None
+        first = body.at("embedding")
+        place = first if first.has("weight") else body.at("embeddings")
+        self.embedding = Embedding(place, config.vocab_size, hidden_size)
         places = [body.at(f"layers.{index}") for index in range(config.num_layers)]
         self.norms = [RMSNorm(place.at("norm"), hidden_size, eps) for place in places]
         self.layers = [
@@ -45,12 +54,13 @@ class Mamba:
                 place.at("mixer"),
                 hidden_size=hidden_size,
                 inner_size=fields.count("intermediate_size", default=fields.count("expand", default=2) * hidden_size),
-                state_size=fields.count("state_size", default=16),
-                step_rank=math.ceil(hidden_size / 16) if rank in (None, "auto") else fields.count("time_step_rank"),
-                kernel=fields.count("conv_kernel", default=4),
+                state_size=fields.count("state_size", "d_state", default=16),
+                step_rank=math.ceil(hidden_size / 16) if rank in (None, "auto") else fields.count(*RANK),
+                kernel=fields.count("conv_kernel", "d_conv", default=4),
                 bias=fields.flag("use_bias"),
                 convolution_bias=fields.flag("use_conv_bias", default=True),
                 activation=config.hidden_act,
+                norm_eps=norm_eps,
             )
             for place in places
         ]

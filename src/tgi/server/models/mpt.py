@@ -1,4 +1,5 @@
-"""MPT: linear biases instead of positions, no other biases, queries, keys and values optionally clipped."""
+"""MPT: linear biases instead of positions, no other biases, queries, keys and values optionally clipped, a key-value
+head for each head, for a group of them or for all."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ MAX_BIAS = 8.0  # of the first head
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
     options = _options(config)
+    config.fields.only("norm_type", "layernorm", "low_precision_layernorm")
     body = body_of(source, "transformer", "wte.weight")
     embedding = Embedding(body.at("wte"), config.vocab_size, config.hidden_size)
     layers = [_layer(config, options, body.at(f"blocks.{index}"), index) for index in range(config.num_layers)]
@@ -45,12 +47,11 @@ def _options(config: ModelConfig) -> Fields:
     options = Fields(values, f"{config.fields.where}: attn_config")
     if not options.flag("alibi", default=True):
         raise StartupError(f"{options.where}: MPT models without alibi are not supported")
-    for name in ("qk_ln", "prefix_lm"):
-        if options.flag(name):
-            raise StartupError(f"{options.where}: {name} is not supported")
-    kind = options.text("attn_type") or "multihead_attention"
-    if kind != "multihead_attention":
-        raise StartupError(f"{options.where}: attn_type {kind!r} is not supported, only 'multihead_attention' is")
+    options.only("qk_ln", False)
+    options.only("prefix_lm", False)
+    options.only("rope", False)
+    options.only("sliding_window_size", -1)
+    options.only("attn_type", "multihead_attention", "grouped_query_attention", "multiquery_attention")
     return options
 
 

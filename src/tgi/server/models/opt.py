@@ -47,6 +47,7 @@ class NarrowHead:
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
     hidden_size, size = config.hidden_size, config.fields.count("word_embed_proj_dim", default=config.hidden_size)
+    config.fields.only("scale_embeddings", False)
     body = body_of(source, "model.decoder")
     if size == hidden_size:
         embedding = Embedding(body.at("embed_tokens"), config.vocab_size, size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tgi.errors import StartupError
 from tgi.server.layers.attention import Attention, cache_shape
 from tgi.server.layers.blocks import FeedForward, SequentialLayer
 from tgi.server.layers.decoder import FULL, SLIDING, Decoder, body_of, head_of
@@ -106,14 +107,19 @@ def _shared(config: ModelConfig, source: Source, intermediate_size: int) -> Feed
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
-    if index in (config.fields.get("mlp_only_layers") or ()):
-        return False
-    return (index + 1) % config.fields.count("decoder_sparse_step", default=1) == 0
+    dense = config.fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise StartupError(f"config.json: mlp_only_layers must be a list of layers, not {dense!r}")
+    return index not in dense and (index + 1) % config.fields.count("decoder_sparse_step", default=1) == 0
 
 
 def _window(config: ModelConfig, index: int) -> int | None:
+    """Qwen3-MoE: of every layer. Qwen2-MoE: of those that `layer_types` says, else of every other one of the first."""
     if not config.fields.flag("use_sliding_window"):
         return None
+    is_windowed = True
     if config.layer_types is not None:
-        return config.sliding_window if config.layer_types[index] == SLIDING else None
-    return config.sliding_window
+        is_windowed = config.layer_types[index] == SLIDING
+    elif config.model_type == "qwen2_moe":
+        is_windowed = index % 2 == 0 and index < config.fields.count("max_window_layers", default=28)
+    return config.sliding_window if is_windowed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tgi.errors import StartupError
-from tgi.server.layers.source import open_source
+from tgi.server.layers.decoder import TEXT_PART
+from tgi.server.layers.source import Source, open_source
 from tgi.server.models.model import CausalLM
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ MODULES = {
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "falcon": "falcon",
+    "falcon_mamba": "mamba",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
@@ -40,6 +43,7 @@ MODULES = {
     "gpt_oss": "gpt_oss",
     "gptj": "gptj",
     "granite": "llama",
+    "kimi_k2": "deepseek",
     "llama": "llama",
     "mamba": "mamba",
     "mistral": "llama",
@@ -60,6 +64,7 @@ MODULES = {
     "smollm": "llama",
     "smollm3": "llama",
     "stablelm": "stablelm",
+    "stablelm_epoch": "stablelm",
     "starcoder2": "starcoder2",
     "yi": "llama",
 }
@@ -82,7 +87,7 @@ def build_model(
     `path`: the model's files, from which transformers loads what has no module; without it that is not supported.
     Raises StartupError naming what is not supported or what the checkpoint lacks.
     """
-    module = _plugin(config.model_type, plugins) or _own(config.model_type)
+    module = _plugin(config.model_type, plugins) or _own(config.text_type)
     if module is None and path is None:
         known = ", ".join(sorted(MODULES))
         raise StartupError(f"model_type {config.model_type!r} is not supported; supported are {known}")
@@ -96,7 +101,7 @@ def build_model(
     )
     with torch.inference_mode():
         if module is not None:
-            return module.Model(config, source, longest)
+            return module.Model(replace(config, model_type=config.text_type), _text_part(source), longest)
         assert path is not None
         # Imported here: transformers' modelling code takes seconds, which no other start need spend.
         from tgi.server.models.transformers_model import load_through_transformers
@@ -104,9 +109,15 @@ def build_model(
         return load_through_transformers(config, source, path, longest)
 
 
-def has_module(model_type: str, plugins: Path | None = None) -> bool:
+def has_module(config: ModelConfig, plugins: Path | None = None) -> bool:
     """Is there a file for it? Else transformers loads it, and looks after its tensors itself."""
-    return model_type in MODULES or _plugin_file(model_type, plugins) is not None
+    return config.text_type in MODULES or _plugin_file(config.model_type, plugins) is not None
+
+
+def _text_part(source: Source) -> Source:
+    """Where the files of a model of text and images have the decoder and its head."""
+    names = source.checkpoint.names()
+    return source.at(TEXT_PART) if any(name.startswith(f"{TEXT_PART}.") for name in names) else source
 
 
 def _own(model_type: str) -> ModuleType | None:

@@ -1,4 +1,5 @@
-"""StableLM: LayerNorms, a quarter of each head rotated, optionally attention and MLP beside each other on one norm."""
+"""StableLM (at first stablelm_epoch): LayerNorms, a quarter of each head rotated, optionally attention and MLP beside
+each other on one norm."""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ class StableLMLayer:
 
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
+    config.fields.only("rotary_scaling_factor", 1.0)
     body = body_of(source)
     embedding = Embedding(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
     layers = [StableLMLayer(config, body.at(f"layers.{index}"), index) for index in range(config.num_layers)]
@@ -74,7 +76,7 @@ def Model(config: ModelConfig, source: Source, longest: int | None = None) -> De
 
 
 def _norm(config: ModelConfig, source: Source) -> LayerNorm:
-    return LayerNorm(source, config.hidden_size, config.fields.number("layer_norm_eps", default=EPS))
+    return LayerNorm(source, config.hidden_size, config.fields.number("layer_norm_eps", "norm_eps", default=EPS))
 
 
 def _head_norms(config: ModelConfig, source: Source, own: slice) -> HeadLayerNorm:

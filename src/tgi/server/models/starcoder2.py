@@ -21,6 +21,8 @@ EPS = 1e-5
 
 
 def Model(config: ModelConfig, source: Source, longest: int | None = None) -> Decoder:
+    config.fields.only("norm_type", "layer_norm")
+    config.fields.only("mlp_type", "default")
     body = body_of(source)
     embedding = Embedding(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
     layers = [_layer(config, body.at(f"layers.{index}"), index) for index in range(config.num_layers)]

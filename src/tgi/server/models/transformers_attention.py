@@ -45,9 +45,10 @@ def register() -> None:
     """Idempotent. Imports transformers' modelling code."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
+    set_verbosity_error()  # what is wrong with a checkpoint is said once, in our words
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible)
 

@@ -21,7 +21,7 @@ from tgi.server.layers.source import Source
 from tgi.server.models.model import CausalLM
 from tgi.server.models.padded_model import PaddedDecoder, PaddedEncoderDecoder
 from tgi.server.models.transformers_attention import NAME, NotPaged, attending, register
-from tgi.server.models.transformers_parts import DecoderHead, gap, learned_positions
+from tgi.server.models.transformers_parts import DecoderHead, gap, in_one_line, learned_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRIAL = 40  # tokens of the longer row
+STEP = 25  # of them in the first of two steps
 NAMED = 3  # tensors in a message
+OTHER_PARTS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
 
 
 def load_through_transformers(config: ModelConfig, source: Source, path: Path, longest: int | None) -> CausalLM:
@@ -41,17 +43,30 @@ def load_through_transformers(config: ModelConfig, source: Source, path: Path, l
     if source.group.world_size > 1:
         raise StartupError(f"{what} is served through transformers, which runs on one shard: start with --num-shard 1")
     register()
-    settings = _settings(what, path)
-    lm = _load(what, settings, source, path).eval().requires_grad_(False)
+    settings = _settings(what, config, path)
+    lm = _load(what, config, settings, source, path).eval().requires_grad_(False)
     lm.config.return_dict = True
+    try:
+        return _served(what, config, lm, longest)
+    except (StartupError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model that asks for more than ids makes of them
+        raise StartupError(
+            f"{what} cannot be served through transformers: it fails with {type(error).__name__}: {in_one_line(error)}"
+        ) from error
+
+
+def _served(what: str, config: ModelConfig, lm: PreTrainedModel, longest: int | None) -> CausalLM:
     num_bytes = weight_bytes(lm)
-    if settings.is_encoder_decoder:
+    longest = longest or config.max_position_embeddings
+    _freeze_rope(lm, longest)
+    if lm.config.is_encoder_decoder:
         padded = PaddedEncoderDecoder(config, lm, num_bytes)
         log.info("%s is served through transformers: encoder and decoder, %s", what, padded.batching.value)
         return padded
     head = DecoderHead(lm)
     try:
-        model = PagedModel(lm, head, longest or config.max_position_embeddings, num_bytes)
+        model = PagedModel(lm, head, num_bytes)
     except NotPaged as reason:
         padded = PaddedDecoder(config, head, num_bytes)
         how = padded.batching.value
@@ -64,14 +79,14 @@ def load_through_transformers(config: ModelConfig, source: Source, path: Path, l
 class PagedModel:
     """A causal model of transformers over our KV cache. Makes sure that this is possible: NotPaged where it is not."""
 
-    def __init__(self, lm: PreTrainedModel, head: DecoderHead, longest: int | None, num_bytes: int) -> None:
+    def __init__(self, lm: PreTrainedModel, head: DecoderHead, num_bytes: int) -> None:
         if not lm._supports_attention_backend or lm._is_stateful:
             raise NotPaged("its code does not take other attention functions")
         self._body = head.body
         self._head = head
         self.vocab_size = head.vocab_size
         self.weight_bytes = num_bytes
-        self.cache_shape = self._try(longest)
+        self.cache_shape = self._try()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[tokens] ids and positions -> [tokens, hidden]"""
@@ -82,10 +97,10 @@ class PagedModel:
         """[n, hidden] -> [n, vocab_size] float32"""
         return self._head(hidden)
 
-    def _try(self, longest: int | None) -> CacheShape:
+    def _try(self) -> CacheShape:
         """What the layers ask for. Raises NotPaged where the model goes wrong over a cache, and leaves it as it was."""
         body = self._body
-        own, frozen = body.config._attn_implementation, _freeze_rope(body, longest)
+        own = body.config._attn_implementation
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (TRIAL,), generator=generator).to(body.device)
         try:
@@ -93,17 +108,15 @@ class PagedModel:
             body.set_attn_implementation(NAME)
             trial = Trial()
             found = self._in_two_steps(ids, trial)
-            if (off := gap(found, expected)) != 0.0:
-                raise NotPaged(f"over a paged cache it says something else (off by {off:.2g})")
+            for part in (slice(STEP), slice(STEP, TRIAL)):  # each for itself: what a cache is for shows in the second
+                if (off := gap(found[part], expected[part])) != 0.0:
+                    raise NotPaged(f"over a paged cache it says something else (off by {off:.2g})")
             return replace(trial.cache_shape(), max_positions=learned_positions(body))
         except Exception as error:
             body.set_attn_implementation(own)
-            for module, values in frozen:
-                for name, value in values.items():
-                    setattr(module, name, value)
             if isinstance(error, NotPaged):
                 raise
-            raise NotPaged(f"over a paged cache it fails with {type(error).__name__}: {error}") from error
+            raise NotPaged(f"over a paged cache it fails with {type(error).__name__}: {in_one_line(error)}") from error
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         # A mask of ones says that this is one sequence, not several packed into one: rows are the attention's business.
@@ -115,7 +128,7 @@ class PagedModel:
     def _in_two_steps(self, ids: torch.Tensor, trial: Trial) -> torch.Tensor:
         """The hidden states of `ids`, read beside a row of the same ids from the third on, both cut in two."""
         other, found = ids[2:], []
-        for own, others in (((0, 25), (0, 7)), ((25, len(ids)), (7, len(other)))):
+        for own, others in (((0, STEP), (0, 7)), ((STEP, len(ids)), (7, len(other)))):
             trial.spans = (own, others)
             positions = torch.cat([torch.arange(*own), torch.arange(*others)]).to(ids.device)
             tokens = torch.cat([ids[slice(*own)], other[slice(*others)]])
@@ -207,7 +220,7 @@ def weight_bytes(lm: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
 
 
-def _settings(what: str, path: Path) -> PreTrainedConfig:
+def _settings(what: str, config: ModelConfig, path: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     if not path.is_dir():
@@ -215,16 +228,18 @@ def _settings(what: str, path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = in_one_line(error)
+        if "auto_map" in config.raw:
+            reason = "it brings code of its own (auto_map), which is never run, --trust-remote-code or not"
         raise StartupError(f"{what} is not supported, neither here nor by transformers: {reason}") from error
 
 
-def _load(what: str, settings: PreTrainedConfig, source: Source, path: Path) -> PreTrainedModel:
+def _load(what: str, config: ModelConfig, settings: PreTrainedConfig, source: Source, path: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
     if type(settings) not in kind._model_mapping:
-        raise StartupError(f"{what} is not supported: transformers has no model of it that generates text")
+        raise StartupError(f"{what} is not supported: transformers has no model of it that makes text of text alone")
     if not source.checkpoint.names():  # random weights
         with source.device:
             return kind.from_config(settings, dtype=source.dtype)
@@ -240,8 +255,10 @@ def _load(what: str, settings: PreTrainedConfig, source: Source, path: Path) -> 
             output_loading_info=True,
         )
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise StartupError(f"{what} cannot be loaded through transformers: {reason}") from error
+        raise StartupError(f"{what} cannot be loaded through transformers: {in_one_line(error)}") from error
+    others = [name for name in OTHER_PARTS if isinstance(config.raw.get(name), dict)]
+    if others and report.get("unexpected_keys"):
+        raise StartupError(f"{what} is not supported: it takes more than text ({', '.join(others)})")
     _check_report(path, report)
     _check_numbers(lm)
     return lm.to(source.device)
@@ -265,23 +282,24 @@ def _check_numbers(lm: torch.nn.Module) -> None:
             raise StartupError(f"The weights of {name} hold values that are no finite numbers; fetch the model again")
 
 
-def _freeze_rope(body: torch.nn.Module, longest: int | None) -> list[tuple[Any, dict[str, Any]]]:
+def _freeze_rope(body: torch.nn.Module, longest: int | None) -> None:
     """Frequencies that follow the longest position of a step would let a row's neighbours change its answer: they are
-    those of the longest request from the start. The modules that this changed, and what they had."""
+    those of the longest request from the start."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frozen: list[tuple[Any, dict[str, Any]]] = []
     module: Any
     for module in body.modules():
-        kind = getattr(module, "rope_type", "default")
-        if isinstance(kind, dict) and any(_is_dynamic(own) for own in kind.values()):
-            raise NotPaged("the rope of some of its layers depends on the length of the text")
-        if isinstance(kind, str) and _is_dynamic(kind):
-            names = ("rope_type", "attention_scaling", "inv_freq")
-            frozen.append((module, {name: getattr(module, name) for name in names}))
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=longest)
-            module.inv_freq, module.attention_scaling, module.rope_type = frequencies, scaling, "default"
-    return frozen
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer = isinstance(kinds, dict)
+        for layer_type, kind in (kinds if by_layer else {"": kinds}).items():
+            if _is_dynamic(kind):
+                prefix: str = f"{layer_type}_" if by_layer else ""
+                given: dict[str, str] = {"layer_type": layer_type} if by_layer else {}
+                device = getattr(module, f"{prefix}inv_freq").device
+                frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=longest, **given)
+                setattr(module, f"{prefix}inv_freq", frequencies)
+                setattr(module, f"{prefix}attention_scaling", scaling)
+                module.rope_type = {**module.rope_type, layer_type: "default"} if by_layer else "default"
 
 
 def _is_dynamic(kind: object) -> bool:

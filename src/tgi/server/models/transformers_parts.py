@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 AGREEMENT = {torch.float32: 1e-3}  # relative, for the token in the middle
 ROUGH_AGREEMENT = 0.1  # in half precision: an architecture that is misunderstood is off by about 1
+LONGEST_WORDS = 300  # characters of somebody else's error
 BODIES = ("model", "transformer")  # names of the body, where a class does not go by its own word for it
 # What the models call the cache that they take and return.
-CACHES = ("cache", "past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class DecoderHead:
@@ -27,18 +28,23 @@ class DecoderHead:
 
     def __init__(self, lm: PreTrainedModel) -> None:
         """Raises StartupError where the two cannot be told apart."""
-        name = next((name for name in (lm.base_model_prefix, *BODIES) if name in dict(lm.named_children())), None)
-        if name is None:
-            raise StartupError(f"{type(lm).__name__} of transformers cannot be served: its body has no name of its own")
         ids = _first_ids(lm)
         logits = lm(input_ids=ids, use_cache=False).logits[0]
-        self.body: Any = lm.get_submodule(name)
-        output = self.body(input_ids=ids, use_cache=False)
-        self._given = _Given(type(output))
         self._lm = lm
-        setattr(lm, name, self._given)
         self.vocab_size = logits.shape[-1]
-        _check_head(lm, self(output.last_hidden_state[0]), logits)
+        for name in _bodies(lm):
+            self.body: Any = lm.get_submodule(name)
+            try:
+                output = self.body(input_ids=ids, use_cache=False)
+                self._given = _Given(self.body, type(output))
+                lm.set_submodule(name, self._given)
+                if gap(self(output.last_hidden_state[0]), logits) == 0.0:
+                    self.hidden_size = output.last_hidden_state.shape[-1]
+                    return
+            except Exception:  # it is no body, or the head does not go by what it says
+                pass
+            lm.set_submodule(name, self.body)
+        raise _stands_not_alone(lm)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab_size] float32"""
@@ -51,15 +57,21 @@ class DecoderHead:
 
 
 class _Given(torch.nn.Module):
-    """In the place of a body: says what it is told to say."""
+    """In the place of a body: says what it is told to say. What a head asks of it beside that, its body answers."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, body: torch.nn.Module, kind: type) -> None:
         super().__init__()
+        self._body = (body,)  # no submodule: nothing is found below this place
         self._kind = kind
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> Any:
         return self._kind(last_hidden_state=self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_body", "hidden"):
+            raise AttributeError(name)
+        return getattr(self._body[0], name)
 
 
 class EncoderDecoderHead:
@@ -75,7 +87,10 @@ class EncoderDecoderHead:
         self.vocab_size = logits.shape[-1]
         lm.set_output_embeddings(self._kept)
         lm(input_ids=ids, decoder_input_ids=ids, use_cache=False)
-        _check_head(lm, self(self.take()[0]), logits)
+        hidden = self.take()[0]
+        self.hidden_size = hidden.shape[-1]
+        if gap(self(hidden), logits) != 0.0:
+            raise _stands_not_alone(lm)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab_size] float32"""
@@ -98,6 +113,15 @@ class _Kept(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
         return hidden.new_zeros(1).expand(*hidden.shape[:-1], self._vocab_size)
+
+
+def _bodies(lm: PreTrainedModel) -> list[str]:
+    """Where the model may have what makes hidden states of ids: what it calls its decoder, which may lie inside a
+    wrapper, or its base by its own word or a usual one."""
+    children, decoder = dict(lm.named_children()), lm.get_decoder()
+    inside = next((name for name, module in lm.named_modules() if module is decoder and name), None)
+    names = [name for name in (lm.base_model_prefix, *BODIES) if name in children]
+    return list(dict.fromkeys([*([] if inside is None else [inside]), *names]))
 
 
 def cache_name(module: torch.nn.Module) -> str:
@@ -126,9 +150,14 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return 0.0 if middle <= AGREEMENT.get(expected.dtype, ROUGH_AGREEMENT) else middle
 
 
-def _check_head(lm: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> None:
-    if gap(found, expected) != 0.0:
-        raise StartupError(f"{type(lm).__name__} of transformers cannot be served: its head does not stand alone")
+def in_one_line(error: BaseException) -> str:
+    """What an error says, its kind where it says nothing."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= LONGEST_WORDS else f"{words[:LONGEST_WORDS]}…"
+
+
+def _stands_not_alone(lm: PreTrainedModel) -> StartupError:
+    return StartupError(f"{type(lm).__name__} of transformers cannot be served: its head does not stand alone")
 
 
 def _first_ids(lm: PreTrainedModel) -> torch.Tensor:

@@ -33,7 +33,7 @@ class Ops:
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.gelu_tanh_and_mul
     relu_and_mul: Callable[[torch.Tensor], torch.Tensor] = activation.relu_and_mul
     clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor] = activation.clamped_swiglu
-    experts: Callable[..., torch.Tensor] = moe.experts
+    experts: Callable[..., moe.ExpertsKernel] = moe.experts
     linear: Callable[[torch.Tensor, torch.Tensor | None, bool], matmul.LinearKernel] = matmul.linear
 
 

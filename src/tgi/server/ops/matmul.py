@@ -32,8 +32,17 @@ class DenseLinear:
         self.kept: Sequence[torch.Tensor] = (weight,) if bias is None else (weight, bias)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self._float_out and inputs.device.type == "cuda" and inputs.dtype != torch.float32:
+            return self._unrounded(inputs)
         outputs = torch.nn.functional.linear(inputs, self._weight, self._bias)
         return outputs.float() if self._float_out else outputs
+
+    def _unrounded(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The product sums in float32 anyway: a router's close choices need what rounding would lose."""
+        outputs = torch.mm(inputs.flatten(0, -2), self._weight.t(), out_dtype=torch.float32)
+        if self._bias is not None:
+            outputs += self._bias
+        return outputs.view(*inputs.shape[:-1], -1)
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, float_out: bool = False) -> LinearKernel:

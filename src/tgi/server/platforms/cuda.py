@@ -10,7 +10,9 @@ import torch
 from tgi.enums import Dtype
 from tgi.server.platforms.platform import Platform
 
-KERNELS: Mapping[str, str] = {}
+KERNELS: Mapping[str, str] = {"experts": "tgi.server.kernels.cuda.experts:stacked_experts"}
+GROUPED: Mapping[str, str] = {**KERNELS, "experts": "tgi.server.kernels.cuda.experts:grouped_experts"}
+GROUPED_ON = (9, 10)  # major compute capabilities that torch has grouped products for
 BFLOAT16_SINCE = (8, 0)  # compute capability
 
 
@@ -26,10 +28,11 @@ def free_memory(device: torch.device) -> int:
 
 @cache
 def platform() -> Platform:
+    capability = torch.cuda.get_device_capability()
     return Platform(
         name="cuda",
         device_type="cuda",
-        default_dtype=default_dtype(torch.cuda.get_device_capability()),
+        default_dtype=default_dtype(capability),
         free_memory=free_memory,
-        kernels=KERNELS,
+        kernels=GROUPED if capability[0] in GROUPED_ON else KERNELS,
     )

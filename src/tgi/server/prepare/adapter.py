@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tgi.errors import StartupError
-from tgi.model_files import ADAPTER, SAFETENSORS
+from tgi.model_files import ADAPTER, SAFETENSORS, read_index
 from tgi.server.prepare.pickles import read_pickle
 from tgi.server.prepare.staging import staged
 
@@ -28,7 +28,12 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 # Settings under which W + scale · B A is not what the adapter means, and the values that ask for nothing.
-_UNSUPPORTED = {"use_dora": (False, None), "bias": ("none", None), "layer_replication": (None, [])}
+_UNSUPPORTED = {"use_dora": (False, None), "layer_replication": (None, [])}
+# Ways to begin that take the adapter's start out of the base's weights, which are then others than the base's own.
+_CHANGING_BASE = ("pissa", "olora", "corda", "loftq")
+# Families whose linear layers (but for the head) keep their weight [in, out]; PEFT goes by the layer as well, whatever
+# fan_in_fan_out says.
+_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,6 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]  # by the end of a module's name
     rank_pattern: Mapping[str, int]
     by_root: bool  # scale alpha / √rank
-    transposed: bool  # the base keeps [in, out]
 
     def scale(self, module: str) -> float:
         rank = _of_module(self.rank_pattern, module, self.rank)
@@ -67,17 +71,25 @@ def read_adapter(folder: Path) -> AdapterConfig:
                 raise StartupError(
                     f"{file}: {name} = {values[name]!r} cannot be merged. Merge it with PEFT and serve that"
                 )
+        start = values.get("init_lora_weights")
+        if isinstance(start, str) and start.startswith(_CHANGING_BASE):
+            raise StartupError(
+                f"{file}: init_lora_weights = {start!r} changes the base's weights, so it cannot be merged. Save it "
+                "with PEFT's path_initial_model_for_weight_conversion"
+            )
+        base = values["base_model_name_or_path"]
+        if not isinstance(base, str) or not base:
+            raise StartupError(f"{file} names no base model. Write its id into base_model_name_or_path")
         return AdapterConfig(
-            base=str(values["base_model_name_or_path"]),
+            base=base,
             base_revision=values.get("revision"),
             rank=int(values["r"]),
             alpha=float(values["lora_alpha"]),
             alpha_pattern={str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
             rank_pattern={str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
             by_root=bool(values.get("use_rslora")),
-            transposed=bool(values.get("fan_in_fan_out")),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError(f"{file} is no adapter's configuration ({error}); fetch it again") from error
 
 
@@ -91,17 +103,26 @@ def merge_adapter(folder: Path, base: Path) -> None:
     adapter = _load_adapter(folder)
     settings = _base_config(base)
     files = sorted(SAFETENSORS.files({file.name for file in base.iterdir()}, base / SAFETENSORS.index))
-    renamed = _names_in_base(adapter, base, files)
+    renamed, head = _names_in_base(adapter, base, files)
+    transposed = settings.get("model_type") in _TRANSPOSED
     with staged(folder, first=(SAFETENSORS.index,)) as work:
         for name in files:
             tensors = _load_tensors(base / name)
             for weight in tensors.keys() & renamed.keys():
-                tensors[weight] = _merged(adapter, renamed[weight], tensors[weight])
+                tensors[weight] = _merged(adapter, renamed[weight], tensors[weight], transposed)
                 if _is_embedding(weight):
                     settings["vocab_size"] = tensors[weight].shape[0]
+            if head is not None and name == files[-1]:
+                # Trained apart from the table that it was tied to.
+                dtype = next(iter(tensors.values())).dtype
+                tensors[head] = adapter.whole[head].to(dtype).contiguous()
+                settings["tie_word_embeddings"] = False
             save_file(tensors, work / name, metadata={"format": "pt"})
         (work / "config.json").write_text(json.dumps(settings, indent=1))
         _copy_beside(base, folder, work)
+        if head is not None and (base / SAFETENSORS.index).is_file():
+            weight_map = read_index(base / SAFETENSORS.index) | {head: files[-1]}
+            (work / SAFETENSORS.index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
 
 
 def _load_adapter(folder: Path) -> Adapter:
@@ -113,7 +134,7 @@ def _load_adapter(folder: Path) -> Adapter:
     sides: dict[str, dict[str, torch.Tensor]] = {}
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        plain = name.removeprefix(_PREFIX)
+        plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
         found = _LORA.fullmatch(plain)
         if found is None:
             if "lora_" in plain or not plain.endswith((".weight", ".bias")):
@@ -129,25 +150,27 @@ def _load_adapter(folder: Path) -> Adapter:
     return Adapter(config, {name: (pair["A"], pair["B"]) for name, pair in sides.items()}, whole)
 
 
-def _names_in_base(adapter: Adapter, base: Path, files: list[str]) -> dict[str, str]:
-    """The base's name of each weight that the adapter changes -> the adapter's name. Bodies are saved with and without
-    their outer prefix."""
+def _names_in_base(adapter: Adapter, base: Path, files: list[str]) -> tuple[dict[str, str], str | None]:
+    """The base's name of each weight that the adapter changes -> the adapter's name, and a head that the base has not.
+    Bodies are saved with and without their outer prefix."""
     names = {name for file in files for name in _tensor_names(base / file)}
     renamed: dict[str, str] = {}
+    head: str | None = None
     for wanted in (*adapter.low_rank, *adapter.whole):
         spellings = (wanted, wanted.partition(".")[2], f"model.{wanted}", f"transformer.{wanted}")
         found = next((spelling for spelling in spellings if spelling in names), None)
-        if found is None:
-            if _is_head(wanted) and wanted in adapter.whole:
-                continue  # of a tied model: the table that it shares is replaced as well
+        if found is not None:
+            renamed[found] = wanted
+        elif _is_head(wanted) and wanted in adapter.whole:
+            head = wanted
+        else:
             raise StartupError(
                 f"The base model {base} has no {wanted}, which the adapter changes. Check its base model"
             )
-        renamed[found] = wanted
-    return renamed
+    return renamed, head
 
 
-def _merged(adapter: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+def _merged(adapter: Adapter, name: str, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     if name in adapter.whole:
         return adapter.whole[name].to(weight.dtype).contiguous()
     low, high = adapter.low_rank[name]
@@ -155,7 +178,7 @@ def _merged(adapter: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
     if low.dim() != 2 or high.dim() != 2 or high.shape[1] != low.shape[0]:
         raise StartupError(f"lora_A {list(low.shape)} and lora_B {list(high.shape)} of {module} do not fit together")
     delta = (high.float() @ low.float()) * adapter.config.scale(module)
-    delta = delta.T if adapter.config.transposed and not _is_embedding(name) else delta
+    delta = delta.T if transposed and not _is_embedding(name) and not _is_head(name) else delta
     if delta.shape != weight.shape:
         raise StartupError(
             f"The adapter's change of {module} has shape {list(delta.shape)}, the base model's weight "
@@ -165,7 +188,13 @@ def _merged(adapter: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _base_config(base: Path) -> dict[str, Any]:
-    settings = json.loads((base / "config.json").read_bytes())
+    file = base / "config.json"
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{file} cannot be read ({error}); fetch it again") from error
+    if not isinstance(settings, dict):
+        raise StartupError(f"{file} does not hold a JSON object; fetch it again")
     quantised = settings.get("quantization_config") or settings.get("compression_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -65,4 +65,7 @@ def _base_of(
     from tgi.server.prepare.adapter import read_adapter
 
     config = read_adapter(folder)
-    return prepare(config.base, config.base_revision, convert=convert, merge=merge, source=source, chain=chain)
+    try:
+        return prepare(config.base, config.base_revision, convert=convert, merge=merge, source=source, chain=chain)
+    except StartupError as error:
+        raise StartupError(f"The base of the adapter {chain[-1]}: {error}") from error

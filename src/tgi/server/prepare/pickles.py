@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,15 @@ from tgi.errors import StartupError
 from tgi.model_files import SAFETENSORS, pickled_files
 from tgi.server.prepare.staging import staged
 
+# What torch raises for a file that is broken, and for what it cannot rebuild.
+_UNREADABLE = (
+    *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError),
+    *(zipfile.BadZipFile, MemoryError, OverflowError),
+)
 # Names of heads that models tie to their embeddings: where both share memory, the embedding keeps it.
 _HEADS = ("lm_head", "embed_out", "output", "cls", "decoder.embed_tokens", "encoder.embed_tokens")
+# Of a tensor that holds the same numbers again and again (a mask, positions).
+_REPEATED_BYTES = 1 << 26
 # Keys under which training programs wrap the weights.
 _WRAPPERS = ("state_dict", "model", "module")
 
@@ -38,7 +46,7 @@ def convert_pickles(folder: Path) -> None:
             tensors, dropped = without_shared(read_pickle(file))
             if again := next((key for key in tensors if key in weight_map), None):
                 raise StartupError(f"{file} holds the tensor {again} of another file a second time; fetch it again")
-            save_file(tensors, work / name, metadata={"format": "pt", **dropped})
+            save_file(tensors, work / name, metadata={**dropped, "format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             (work / SAFETENSORS.index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
@@ -53,7 +61,7 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
             f"{file} is refused: it holds more than tensors, and loading that would run code "
             f"({_reason(error)}). Take the model's safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _UNREADABLE as error:
         raise StartupError(f"{file} cannot be read ({_reason(error)}); fetch it again") from error
     while isinstance(found, Mapping) and (inner := next((key for key in _WRAPPERS if _is_wrapped(found, key)), None)):
         found = found[inner]
@@ -64,6 +72,9 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
     )
     if not tensors:
         raise StartupError(f"{file} holds no named tensors; fetch it again")
+    for name, tensor in tensors.items():
+        if odd := _oddness(name, tensor):
+            raise StartupError(f"{file} is refused: its tensor {name!r} {odd}. Take the model's safetensors")
     return tensors
 
 
@@ -89,9 +100,23 @@ def without_shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
     }, dropped
 
 
+def _oddness(name: str, tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be a weight."""
+    if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided:
+        return "does not simply hold its numbers"
+    size = tensor.numel() * tensor.element_size()
+    if size > max(_REPEATED_BYTES, tensor.untyped_storage().nbytes()):
+        return f"would take {size} bytes, more than the file has for it"
+    return None if name.isprintable() else "has no name that can be written"
+
+
 def _load(file: Path) -> Any:
     with file.open("rb") as opened:
         is_archive = opened.read(4) == b"PK\x03\x04"  # older files cannot be mapped
+    if is_archive:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise OSError("it is compressed, which torch never does")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a pickle's protocol: what matters is whether it can be read
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)

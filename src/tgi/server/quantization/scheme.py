@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from tgi.server.ops.matmul import LinearKernel
+from tgi.server.ops.moe import Activation, ExpertsKernel
 from tgi.server.weights.checkpoint import Checkpoint
 
 
@@ -52,4 +53,16 @@ class Scheme(Protocol):
         float_out: bool,
     ) -> LinearKernel:
         """One linear map whose outputs are the parts' rows, one part after the other; in float32 with `float_out`."""
+        ...
+
+    def load_experts(
+        self,
+        checkpoint: Checkpoint,
+        up: Sequence[Sequence[Part]],
+        down: Sequence[Sequence[Part]],
+        activation: Activation,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ExpertsKernel:
+        """`up`, `down`: for each expert the parts of one linear map."""
         ...

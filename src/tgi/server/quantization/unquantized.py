@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from tgi.server.ops.dispatch import Ops
 from tgi.server.ops.matmul import LinearKernel
+from tgi.server.ops.moe import Activation, Dense, ExpertsKernel
 from tgi.server.quantization.scheme import Part
 from tgi.server.weights.checkpoint import Checkpoint
-from tgi.server.weights.loader import load_into
+from tgi.server.weights.loader import check_shape_of, load_into
 from tgi.server.weights.region import Region
 
 
@@ -26,17 +27,38 @@ class Unquantized:
         device: torch.device,
         float_out: bool,
     ) -> LinearKernel:
-        sizes = [part.num_rows for part in parts]
-        weight = torch.empty(sum(sizes), parts[0].num_columns, dtype=dtype, device=device)
-        for part, rows in zip(parts, weight.split(sizes), strict=True):
-            _load_weight(rows, checkpoint, part)
-        bias = None
-        if any(part.bias for part in parts):
-            bias = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            for part, rows in zip(parts, bias.split(sizes), strict=True):
-                if part.bias:
-                    _load_stacked(rows, checkpoint, part.bias_name, part.shape[:1], (part.rows,), part.stack)
-        return self._ops.linear(weight, bias, float_out)
+        return self._ops.linear(*_dense(checkpoint, parts, dtype, device), float_out)
+
+    def load_experts(
+        self,
+        checkpoint: Checkpoint,
+        up: Sequence[Sequence[Part]],
+        down: Sequence[Sequence[Part]],
+        activation: Activation,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ExpertsKernel:
+        def each(experts: Sequence[Sequence[Part]]) -> Iterator[Dense]:
+            return (_dense(checkpoint, parts, dtype, device) for parts in experts)
+
+        return self._ops.experts(len(up), each(up), each(down), activation, self._ops.linear)
+
+
+def _dense(checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Dense:
+    sizes = [part.num_rows for part in parts]
+    for part in parts:
+        shape = part.shape[::-1] if part.transposed else part.shape
+        check_shape_of(checkpoint, part.weight_name, shape if part.stack is None else (part.stack[1], *shape))
+    weight = torch.empty(sum(sizes), parts[0].num_columns, dtype=dtype, device=device)
+    for part, rows in zip(parts, weight.split(sizes), strict=True):
+        _load_weight(rows, checkpoint, part)
+    bias = None
+    if any(part.bias for part in parts):
+        bias = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for part, rows in zip(parts, bias.split(sizes), strict=True):
+            if part.bias:
+                _load_stacked(rows, checkpoint, part.bias_name, part.shape[:1], (part.rows,), part.stack)
+    return weight, bias
 
 
 def _load_weight(rows: torch.Tensor, checkpoint: Checkpoint, part: Part) -> None:

@@ -29,6 +29,7 @@ class Checkpoint(Protocol):
         """The part of a tensor within `region`, in the file's dtype or, from quantised blocks, in float32.
 
         `shape` is what the caller expects of the whole tensor. The result may be a view into the file: copy it at once.
+        Threads may read parts of one tensor at once, when one of them has been read before.
         Raises StartupError when the tensor is missing, of another shape, or unreadable.
         """
         ...

@@ -135,6 +135,62 @@ def _q6_k(raw: torch.Tensor) -> torch.Tensor:
     return quants.mul_(scales.unsqueeze(-1)).view(-1, 256)
 
 
+def _q2_k(raw: torch.Tensor) -> torch.Tensor:
+    # A byte for each group of 16: scale in its low nibble, minimum in its high one.
+    scale, least = _halves(raw[:, 80:]).split(1, dim=1)
+    scales, minima = (raw[:, :16] & 15).float() * scale, (raw[:, :16] >> 4).float() * least
+    quants = _pairs_of_bits(raw[:, 16:80]).view(-1, 16, 16).float()
+    return quants.mul_(scales.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).view(-1, 256)
+
+
+def _q3_k(raw: torch.Tensor) -> torch.Tensor:
+    # The third bits, inverted, lie first: bit g of byte i belongs to element i of group g of 32.
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device).view(1, 8, 1)
+    third = ((~raw[:, :32].unsqueeze(1) >> shifts) & 1) << 2
+    quants = _pairs_of_bits(raw[:, 32:96]).view(-1, 8, 32).to(torch.int8) - third.to(torch.int8)
+    # Sixteen scales of six bits: nibbles of eight bytes, then four bytes with two more bits for each.
+    high_shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(1, 4, 1)
+    high = ((raw[:, 104:108].unsqueeze(1) >> high_shifts) & 3) << 4
+    scales = (_nibbles(raw[:, 96:104]).view(-1, 16) | high.view(-1, 16)).float().sub_(32) * _halves(raw[:, 108:])
+    return quants.view(-1, 16, 16).float().mul_(scales.unsqueeze(-1)).view(-1, 256)
+
+
+def _pairs_of_bits(raw: torch.Tensor) -> torch.Tensor:
+    """[n, 64] bytes -> [n, 2, 4, 32]: of each half the lowest two bits of all its bytes, then the next."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(1, 1, 4, 1)
+    return (raw.reshape(-1, 2, 1, 32) >> shifts) & 3
+
+
+def _table(numbers: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[n, k] bytes -> [n, 2, k] float32: the number that each nibble stands for, low nibbles first."""
+    table = torch.tensor(numbers, dtype=torch.float32)
+    return lambda raw: table.to(raw.device)[_nibbles(raw).int()]
+
+
+_FP4 = _table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))  # twice E2M1's numbers
+_IQ4 = _table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+
+
+def _mxfp4(raw: torch.Tensor) -> torch.Tensor:
+    # The first byte is a power of two, as a float32's exponent; half of it, since the table has twice the numbers.
+    exponent = raw[:, :1].int()
+    scale = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23).view(torch.float32)
+    return _FP4(raw[:, 1:]).view(-1, 32).mul_(scale)
+
+
+def _iq4_nl(raw: torch.Tensor) -> torch.Tensor:
+    return _IQ4(raw[:, 2:]).view(-1, 32).mul_(_halves(raw[:, :2]))
+
+
+def _iq4_xs(raw: torch.Tensor) -> torch.Tensor:
+    # Scales of the eight groups: low nibbles in four bytes, two more bits each in a little-endian word before them.
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)
+    high = ((raw[:, 2:4].unsqueeze(-1) >> shifts) & 3).view(-1, 8) << 4
+    low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), dim=2).view(-1, 8)
+    scales = (low | high).float().sub_(32) * _halves(raw[:, :2])
+    return _IQ4(raw[:, 8:].reshape(-1, 16)).view(-1, 8, 32).mul_(scales.unsqueeze(-1)).view(-1, 256)
+
+
 BLOCKS: dict[int, BlockType] = {
     0: BlockType("F32", 1, 4, _plain(torch.float32)),
     1: BlockType("F16", 1, 2, _plain(torch.float16)),
@@ -143,8 +199,13 @@ BLOCKS: dict[int, BlockType] = {
     6: BlockType("Q5_0", 32, 22, _q5_0),
     7: BlockType("Q5_1", 32, 24, _q5_1),
     8: BlockType("Q8_0", 32, 34, _q8_0),
+    10: BlockType("Q2_K", 256, 84, _q2_k),
+    11: BlockType("Q3_K", 256, 110, _q3_k),
     12: BlockType("Q4_K", 256, 144, _q4_k),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
     30: BlockType("BF16", 1, 2, _plain(torch.bfloat16)),
+    39: BlockType("MXFP4", 32, 17, _mxfp4),
 }

@@ -5,7 +5,6 @@ The library checks what a file says of itself: a header that is too long, offset
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tgi.errors import StartupError
-from tgi.model_files import BESIDE, indexed_files
+from tgi.model_files import BESIDE, read_index
 from tgi.server.weights.region import Region, check_shape, missing
 
 INDEX = "model.safetensors.index.json"
@@ -67,12 +66,7 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     """Tensor name -> file."""
     index = directory / INDEX
     if index.exists():
-        indexed_files(index)  # each of them lies in this directory
-        try:
-            weight_map = json.loads(index.read_bytes())["weight_map"]
-            found = {str(name): directory / file for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartupError(f"{index} is not a safetensors index ({error}); fetch it again") from error
+        found = {name: directory / file for name, file in read_index(index).items()}
         lost = sorted({file.name for file in found.values() if not file.exists()})
         if lost:
             raise StartupError(f"{directory} lacks {', '.join(lost)}, named by {INDEX}; fetch the model again")
@@ -105,6 +99,8 @@ def _named(files: list[Path]) -> dict[str, Path]:
 
 
 def _open(file: Path) -> Any:
+    if not file.is_file():
+        raise StartupError(f"{file} is no file; fetch it again")
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -9,6 +9,7 @@ with zeros. A tile of up to 12 rows and one panel keeps its sums in registers.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,7 @@ MAX_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 2
 # borders of pages where the hardware stops. One core, 30 layers of SmolLM2-135M in bfloat16, 1 and 12 rows: without
 # 28 and 43 ms, with 2 KiB 20.5 ms, 4 KiB 20.4 and 27 ms, 8 KiB 22 and 28 ms.
 _PREFETCH_BYTES = 4096
+_PANELS_AT_ONCE = 16  # that a thread fills
 # Multiply-adds below which waking a second thread costs more than it saves.
 _ALONE_BELOW = 60_000
 
@@ -98,7 +100,16 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     size_out, size_in = weight.shape
     panels = weight.new_empty(-(-size_out // PANEL), size_in, PANEL)
     full = size_out // PANEL
-    panels[:full] = weight[: full * PANEL].view(full, PANEL, size_in).transpose(1, 2)
+
+    @torch.inference_mode(torch.is_inference_mode_enabled())  # each thread has its own mode
+    def fill(first: int) -> None:
+        # One by one: torch transposes a matrix block by block, what has more dimensions element by element.
+        for panel in range(first, min(first + _PANELS_AT_ONCE, full)):
+            panels[panel].copy_(weight[panel * PANEL : (panel + 1) * PANEL].T)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(fill, range(0, full, _PANELS_AT_ONCE)):
+            pass
     if full < len(panels):
         rest = size_out - full * PANEL
         panels[full, :, :rest] = weight[full * PANEL :].T

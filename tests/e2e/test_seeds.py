@@ -16,6 +16,7 @@ from tests.fakes.tiny_model import write_tiny_llama
 pytestmark = [pytest.mark.slow, pytest.mark.row("E: Sampling and seeds")]
 
 OTHERS = 32
+MANY = 20
 # In blocks of 64: 33 short rows of 2 fit, with a reserve of one for each; 33 long ones of 6 are far too many.
 POOL = 120 * 64
 SEED = 4711
@@ -54,13 +55,13 @@ def others(longest: int) -> list[Request]:
 
 
 async def in_company(router: LocalRouter, longest: int, mine: Request) -> Answer:
-    """`mine` starts when all others run."""
+    """`mine` starts when nearly all others run: on a slow machine the first may end before the last has begun."""
     async with Client(router.url) as client, asyncio.TaskGroup() as group:
         for request in others(longest):
             group.create_task(request.send(client))
-        await until(lambda: len(router.core.rows) == OTHERS, "all others run")
+        await until(lambda: len(router.core.rows) >= MANY, "many others run")
         task = group.create_task(mine.send(client))
-        await until(lambda: len(router.core.rows) == OTHERS + 1, "all run together")
+        await until(lambda: len(router.core.rows) > MANY, "they run together")
     return task.result()
 
 
@@ -112,7 +113,7 @@ def test_each_of_several_answers_is_what_its_seed_gives_alone(router: LocalRoute
 @pytest.mark.row("G: 3 the same seed")
 def test_among_many_others(router: LocalRouter, alone: Answer) -> None:
     before = router.core.stats.preemptions
-    found = router.run(in_company(router, 60, MINE))
+    found = router.run(in_company(router, 100, MINE))
     assert router.core.stats.preemptions == before, "this test is about company alone"
     assert_same(found, alone, "in company")
 

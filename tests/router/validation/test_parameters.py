@@ -248,6 +248,14 @@ def test_end_of_text_may_be_ignored_under_either_name(name: str) -> None:
     assert not stopping_of(GenerateParameters(**{name: False}), CHAT, 5).ignore_eos
 
 
+@pytest.mark.fault("llama.cpp#7381")
+@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (2**64 - 1, 2**64 - 1), (None, 9)])
+def test_every_seed_counts_and_one_is_drawn_where_there_is_none(seed: int | None, expected: int) -> None:
+    for do_sample in (False, True):
+        parameters = GenerateParameters(seed=seed, do_sample=do_sample)
+        assert sampling_of(parameters, NATIVE, LIMITS, lambda: 9).seed == expected
+
+
 def test_min_tokens_within_the_answer() -> None:
     assert stopping_of(GenerateParameters(min_tokens=5), NATIVE, 5).min_new_tokens == 5
     text = "`min_tokens` must be <= `max_tokens`, here 5. Given: 6"

@@ -284,9 +284,12 @@ class _Padded(ABC):
             prompt_len + length - self._decoded(prompt_len, prompt_len)
             for prompt_len, length in zip(TRIAL_PROMPTS, lens, strict=True)
         ]
-        texts = [
-            torch.randint(self.vocab_size, (start + 2,), generator=generator).to(self.module.device) for start in starts
-        ]
+        texts = [torch.randint(self.vocab_size, (start + 2,), generator=generator) for start in starts]
+        # Padding in the midst of a text would not count as a position, in some models.
+        padding = getattr(self.module.config, "pad_token_id", None)
+        if padding is not None:
+            texts = [ids.where(ids != padding, (ids + 1) % self.vocab_size) for ids in texts]
+        texts = [ids.to(self.module.device) for ids in texts]
         expected: list[torch.Tensor] = []
         for prompt_len, ids in zip(TRIAL_PROMPTS, texts, strict=True):
             hidden, cache, _ = self._alone(None, prompt_len, ids)

@@ -165,11 +165,12 @@ CONFIG = {
     "max_position_embeddings": 512,
 }
 MAIN = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from tgi.launcher import restarts
 from tgi.launcher.cli import main
 restarts.FIRST_DELAY_S = float(os.environ["FAKE_FIRST_DELAY_S"])
+signal.signal(signal.SIGHUP, getattr(signal, os.environ["FAKE_SIGHUP"]))  # whatever the tests themselves run under
 sys.exit(main(Path(sys.argv.pop(1))))
 """
 
@@ -302,6 +303,7 @@ def launched(folder: Path, argv: Sequence[str], **variables: str) -> Iterator[La
         "FAKE_EVENTS": str(folder / "events"),
         "FAKE_HEALTH": str(folder / "health"),
         "FAKE_FIRST_DELAY_S": "0.01",
+        "FAKE_SIGHUP": "SIG_DFL",
         "FAKE_CONFIG": json.dumps(CONFIG),
         **variables,
     }

@@ -79,6 +79,16 @@ def test_every_stop_signal_ends_it_cleanly(
         assert launcher.errors == ""
 
 
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, model: str, port: str) -> None:
+    with launched(tmp_path, ["--model-id", model, "-p", port], FAKE_SIGHUP="SIG_IGN") as launcher:
+        launcher.wait_for("Ready: ")
+        launcher.signal(signal.SIGHUP)
+        launcher.signal(signal.SIGTERM)
+        assert launcher.exit_code() == 0
+        assert "SIGTERM received: stopping" in launcher.output
+        assert "SIGHUP" not in launcher.output
+
+
 @pytest.mark.fault("TGI#2035")
 def test_running_requests_may_finish(tmp_path: Path, model: str, port: str) -> None:
     with launched(tmp_path, ["--model-id", model, "-p", port], FAKE_ROUTER="draining") as launcher:

@@ -85,6 +85,7 @@ def test_many_tokens_take_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("make", [cuda.stacked_experts, cuda.grouped_experts])
 @pytest.mark.parametrize("count", [1, 40])
@@ -94,8 +95,8 @@ def test_a_gpu_is_not_waited_for(make: Make, count: int) -> None:
     tokens = tokens_of(count, torch.bfloat16)
     on_device = [tensor.cuda() for tensor in tokens]
     kernel(*on_device)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         mixed = kernel(*on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")

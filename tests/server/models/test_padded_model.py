@@ -127,13 +127,8 @@ def test_a_step_reads_no_more_than_its_budget_padding_and_all(tmp_path: Path) ->
     assert read == sum(lens)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(T5, id="t5", marks=pytest.mark.slow),
-        *(pytest.param(row, id=row.name, marks=pytest.mark.soak) for row in (BART, BIOGPT, LFM2)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [T5, BART, BIOGPT, LFM2], ids=lambda row: row.name)
 def test_forty_rows_come_and_go_while_steps_fail(row: Family, tmp_path: Path) -> None:
     """Random lengths, cancels, preemptions and lack of memory in the middle of steps: every answer is the one its
     prompt has alone."""

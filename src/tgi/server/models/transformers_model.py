@@ -287,20 +287,16 @@ def _freeze_rope(body: torch.nn.Module, longest: int | None) -> None:
     those of the longest request from the start."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    module: Any
-    for module in body.modules():
-        kinds: Any = getattr(module, "rope_type", None)
-        by_layer = isinstance(kinds, dict)
-        for layer_type, kind in (kinds if by_layer else {"": kinds}).items():
-            if _is_dynamic(kind):
-                prefix: str = f"{layer_type}_" if by_layer else ""
-                given: dict[str, str] = {"layer_type": layer_type} if by_layer else {}
-                device = getattr(module, f"{prefix}inv_freq").device
-                frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=longest, **given)
-                setattr(module, f"{prefix}inv_freq", frequencies)
-                setattr(module, f"{prefix}attention_scaling", scaling)
-                module.rope_type = {**module.rope_type, layer_type: "default"} if by_layer else "default"
-
-
-def _is_dynamic(kind: object) -> bool:
-    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+    rotary: Any
+    for rotary in [module for module in body.modules() if hasattr(module, "rope_type")]:
+        is_layered = isinstance(rotary.rope_type, dict)
+        kinds: dict[str | None, object] = dict(rotary.rope_type) if is_layered else {None: rotary.rope_type}
+        for layer_type, kind in kinds.items():
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                prefix = "" if layer_type is None else f"{layer_type}_"
+                device, rope = getattr(rotary, f"{prefix}inv_freq").device, ROPE_INIT_FUNCTIONS[kind]
+                frequencies, scaling = rope(rotary.config, device, seq_len=longest, layer_type=layer_type)
+                setattr(rotary, f"{prefix}inv_freq", frequencies)
+                setattr(rotary, f"{prefix}attention_scaling", scaling)
+                kinds[layer_type] = "default"
+        rotary.rope_type = kinds if is_layered else kinds[None]

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.server.models.families import THROUGH_TRANSFORMERS, Family, write_model
+from tests.server.models.families import SIZES, THROUGH_TRANSFORMERS, Family, write_model
 from tgi.errors import StartupError
 from tgi.model_config import read_model_config
 from tgi.server.distributed.group import SingleRank
 from tgi.server.models.registry import MODULES, build_model
 from tgi.server.models.transformers_attention import NotPaged, Visible, attend, attending, visible
+from tgi.server.models.transformers_model import freeze_rope
 from tgi.server.weights.checkpoint import open_checkpoint
 from tgi.server.weights.dummy_checkpoint import DummyCheckpoint
 
@@ -148,6 +149,29 @@ def test_quantised_weights_are_refused_by_name(copied: Path) -> None:
 def test_random_weights_need_no_files(copied: Path) -> None:
     (copied / WEIGHTS).unlink()
     assert build(copied, checkpoint=DummyCheckpoint(torch.float32, CPU)).cache_shape.num_layers == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_do_not_turn_with_the_longest_text_also_where_layers_have_their_own(kind: str) -> None:
+    import transformers
+
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.Gemma3TextConfig(
+        **{**SIZES, "head_dim": 16, "max_position_embeddings": 32},
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": plain, "full_attention": rope},
+    )
+    model: Any = transformers.AutoModel.from_config(config).eval()
+    freeze_rope(model, 256)
+    positions = torch.arange(200).unsqueeze(0)
+    turned = model.rotary_emb(torch.zeros(1, 200, 64), positions, "full_attention")[0]
+    assert torch.equal(model.rotary_emb(torch.zeros(1, 9, 64), positions[:, :9], "full_attention")[0], turned[:, :9])
+    usual = model.rotary_emb(torch.zeros(1, 200, 64), positions, "sliding_attention")[0]
+    assert not torch.equal(turned, usual)
 
 
 class Noted:

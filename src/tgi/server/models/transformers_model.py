@@ -59,7 +59,7 @@ def load_through_transformers(config: ModelConfig, source: Source, path: Path, l
 def _served(what: str, config: ModelConfig, lm: PreTrainedModel, longest: int | None) -> CausalLM:
     num_bytes = weight_bytes(lm)
     longest = longest or config.max_position_embeddings
-    _freeze_rope(lm, longest)
+    freeze_rope(lm, longest)
     if lm.config.is_encoder_decoder:
         padded = PaddedEncoderDecoder(config, lm, num_bytes)
         log.info("%s is served through transformers: encoder and decoder, %s", what, padded.batching.value)
@@ -282,7 +282,7 @@ def _check_numbers(lm: torch.nn.Module) -> None:
             raise StartupError(f"The weights of {name} hold values that are no finite numbers; fetch the model again")
 
 
-def _freeze_rope(body: torch.nn.Module, longest: int | None) -> None:
+def freeze_rope(body: torch.nn.Module, longest: int | None) -> None:
     """Frequencies that follow the longest position of a step would let a row's neighbours change its answer: they are
     those of the longest request from the start."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -91,6 +91,13 @@ def test_no_inputs_have_no_outputs(app: App) -> None:
     assert app.post(f"{MODEL}/infer", {"inputs": [], "outputs": []}).json == {"model_name": "org/name", "outputs": []}
 
 
+@pytest.mark.parametrize("parameters", [{"truncate": 100_000}, {"temperature": -1.0}])
+def test_parameters_are_looked_at_without_inputs(app: App, parameters: dict[str, Any]) -> None:
+    answer = app.post(f"{MODEL}/infer", {"inputs": [], "parameters": parameters})
+    assert answer.status == 422
+    assert next(iter(parameters)) in answer.json["error"]
+
+
 def test_overload_has_its_own_status() -> None:
     backend = ScriptedBackend()
     backend.refusal = Overloaded()

@@ -27,6 +27,7 @@ from tgi.router.schema.kserve import (
     ServerMetadata,
     TensorMetadata,
 )
+from tgi.router.validation.door import NATIVE
 
 SERVER = "text-generation-inference"
 
@@ -71,6 +72,8 @@ async def infer(request: Request) -> Response:
     except UnicodeDecodeError as error:
         return _json(NativeError(str(error), "utf8"), 422)
     check_count(request, sum(map(len, prompts)))
+    if body.parameters is not None and not any(prompts):  # nobody else looks at them
+        services_of(request).infer.validator.check(body.parameters, NATIVE)
     parts = [
         Part(
             f"inputs[{index}]",

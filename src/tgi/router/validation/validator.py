@@ -77,9 +77,7 @@ class Validator:
         check_parameters(parameters, door, limits)
         if not (wish.inputs if wish.prompt_ids is None else wish.prompt_ids):
             raise InvalidRequest(f"`{door.inputs}` cannot be empty", door.inputs)
-        rule = LengthRule(
-            limits.max_input_tokens, limits.max_total_tokens, door.inputs, door.max_new_tokens, door.cut_to_fit
-        )
+        rule = self._length_rule(door)
         check_truncate(parameters.truncate, rule)
         prompt_ids = wish.prompt_ids
         if prompt_ids is None:
@@ -107,6 +105,17 @@ class Validator:
             cache_salt=parameters.cache_salt or "",
             traceparent=wish.traceparent,
             received_at=wish.received_at,
+        )
+
+    def check(self, parameters: GenerateParameters, door: Door) -> None:
+        """What can be said without a prompt. Raises InvalidRequest."""
+        check_parameters(parameters, door, self.limits)
+        check_truncate(parameters.truncate, self._length_rule(door))
+
+    def _length_rule(self, door: Door) -> LengthRule:
+        limits = self.limits
+        return LengthRule(
+            limits.max_input_tokens, limits.max_total_tokens, door.inputs, door.max_new_tokens, door.cut_to_fit
         )
 
     async def _encode(self, text: str, door: Door) -> bytes:

@@ -87,7 +87,7 @@ lock: $(VENV)/.test ## resolve requirements/lock-py311.txt anew (with Python 3.1
 	@sed -i.old -e 's/+[a-z0-9.]*$$//' -e '/^\(nvidia-\|cuda-\|triton\)/d' -e '/^#/d' -e '/^$$/d' $(LOCK) && rm $(LOCK).old
 
 bench: $(VENV)/.test ## run the benchmarks that need no GPU and write benchmarks/results
-	@for name in allocator wire plan_transport simulator router_stream request_path serve_cpu grammar_cpu; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name --save; done
+	@for name in allocator wire plan_transport simulator router_stream request_path serve_cpu grammar_cpu loading; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name --save; done
 	@$(BIN)/python -m benchmarks.page
 
 docs: $(VENV)/.test ## write the generated pages of docs/

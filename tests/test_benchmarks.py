@@ -26,6 +26,7 @@ SCRIPTS = [
     "request_path",
     "serve_cpu",
     "grammar_cpu",
+    "loading",
     "gpu_steps",
     "gpu_experts",
     "load",

@@ -148,7 +148,7 @@ def _load(config: ShardConfig, model_config: ModelConfig, group: Group, device: 
     shape = model.cache_shape
     backend = make_backend(config.attention, config.block_size, shape.options)
     backend.warmup(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
-    log.info("Loaded in %.1f s", time.perf_counter() - started)
+    log.info("Loaded %.2f GB of weights in %.1f s", model.weight_bytes / 1e9, time.perf_counter() - started)
     return ModelRunner(model, backend, device, dtype, group, watermark=(config.watermark_gamma, config.watermark_delta))
 
 

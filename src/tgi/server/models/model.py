@@ -14,6 +14,7 @@ from tgi.server.context import CacheShape, ForwardContext
 class CausalLM(Protocol):
     cache_shape: CacheShape
     vocab_size: int
+    weight_bytes: int  # of the parameters that this rank holds
 
     def forward(
         self,

@@ -7,6 +7,7 @@ random weights without files. The files lie in the page cache; no server is star
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -65,6 +66,7 @@ def write_model(directory: Path, dtype: torch.dtype) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     weights = {name: (torch.randn(shape) * 0.02).to(dtype) for name, shape in shapes().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    os.sync()  # else it is written while it is read
     return directory
 
 

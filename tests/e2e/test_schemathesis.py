@@ -107,11 +107,13 @@ def try_cases(served: Served, row: Row, max_examples: int, derandomize: bool) ->
     def check(case: schemathesis.Case) -> None:
         response = case.call(base_url=served.url, timeout=ANSWER_S)
         statuses.add(response.status_code)
+        # What is refused for its length is not in the library's list of refusals.
+        chosen = [one for one in whole if response.status_code != 413 or one is not checks.negative_data_rejection]
         if EVENTS in response.headers.get("content-type", [""])[0]:
-            case.validate_response(response, checks=whole[:-1])
+            case.validate_response(response, checks=chosen[:-1])
             assert_events(response.text, event_schema)
         else:
-            case.validate_response(response, checks=whole)
+            case.validate_response(response, checks=chosen)
         served.assert_unharmed()
 
     check()

@@ -186,3 +186,26 @@ def test_a_suspect_whose_client_leaves_lets_the_others_go_on() -> None:
         entry.cancel()
     link.run()
     assert all(sink.finish for _, sink in asked[2:])
+
+
+def test_a_row_whose_client_has_gone_may_be_the_one_that_kills() -> None:
+    shard = deadly_shard()
+    link = joined(shard)
+    poison, _ = submit(link, make_request([POISON], 12))
+    request = make_request([1], 12)
+    _, sink = submit(link, request)
+    with pytest.raises(ShardDied):
+        link.run()
+    shard.renew_cache(2)
+    link.open()  # the first suspect's row is asked for
+    poison.cancel()
+    link.say()  # and given up, for the second's
+    link.hear()
+    with pytest.raises(ShardDied):
+        link.advance()
+    shard.renew_cache(3)
+    link.open()
+    link.run()
+    assert sink.error is None
+    assert sink.ids == alone(request, VOCAB)
+    link.check()

@@ -75,6 +75,8 @@ class SchedulerCore:
         self._clock = clock
         self._suspects: Suspects[Siblings | Entry] = Suspects()
         self._lost: list[tuple[Entry, bool]] = []  # ran when the stream was lost; True: had yielded a token
+        self._left_at: int | None = None  # last Step before a row was taken from the shard, which may run it still
+        self._others_ran = False  # such a row may have when the stream was lost
         self._steps = StepHandler(self.rows, vocabulary, self.stats, clock, self._finish, self._fail, self._clear)
         self._leaders = PrefixLeaders(config.block_size)
         self._gate = PrefillGate(config.waiting_served_ratio, config.max_waiting_tokens)
@@ -185,6 +187,7 @@ class SchedulerCore:
         self._rules = GrowthRules(opening.block_size, window_tokens(opening.window, speculated), speculated)
         self._leaders = PrefixLeaders(opening.block_size)
         self._seen = self._said = 0
+        self._left_at = None
         self._may_admit = True
         if self.rows.next_handle > LAST_HANDLE // 2:
             self.rows.next_handle = 1
@@ -204,6 +207,8 @@ class SchedulerCore:
             self._kv_epoch = None
         lost = list(self.rows)
         self._lost += [(entry, entry.decoding) for entry in lost]
+        if self._opening is not None and self._left_at is not None:
+            self._others_ran |= self._seen - self._left_at <= self._opening.window
         for entry in lost:
             entry.barren_losses += 1
             self._requeue(entry, tell_shard=False, keep_memory=keep_memory)
@@ -333,6 +338,7 @@ class SchedulerCore:
     def _judge(self, has_died: bool) -> None:
         """A stream follows one that was lost: who did it? A cut is nobody's fault, unless it comes again and again."""
         lost, self._lost = self._lost, []
+        others_ran, self._others_ran = self._others_ran, False
         ran: dict[Siblings | Entry, bool] = {}
         for entry, has_yielded in lost:
             if entry.state is not State.ENDED:
@@ -340,7 +346,7 @@ class SchedulerCore:
                 has_died |= entry.barren_losses >= MAX_BARREN_CUTS
         if not has_died or not ran:
             return
-        culprit = self._suspects.died(ran)
+        culprit = self._suspects.died(ran, others_ran)
         for entry in [entry for entry in self.queue if entry.suspect is culprit]:
             self.stats.suspects_failed += entry.state is not State.ENDED
             self._fail(entry, _deadly(), False)
@@ -384,6 +390,7 @@ class SchedulerCore:
         self._short.pop(handle, None)
         if tell_shard:
             self._cancel.append(handle)
+            self._left_at = self._seen
         self._may_admit = True
         return allocation
 

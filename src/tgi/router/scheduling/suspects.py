@@ -3,8 +3,9 @@
 A death with nobody on trial makes all that ran suspects. An eighth of a group (rounded up) goes on trial at a time,
 those first who are likely innocent; who yields a token is cleared, and when all on trial are, the next eighth follows.
 A death under a trial blames those on trial who were not cleared, and they are divided in turn. The last one left runs
-with nobody beside it before it is convicted: it could have been a cleared row or a newcomer. So each poison costs about
-log8(n) + 2 deaths: a trial that ends well takes a step, a death takes a restart, of which the launcher allows five.
+with nobody beside it before it is convicted: it could have been a cleared row, a newcomer, or a row whose client had
+gone and which the shard had not left yet. So each poison costs about log8(n) + 2 deaths: a trial that ends well takes a
+step, a death takes a restart, of which the launcher allows five.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ class Suspects(Generic[K]):
         self._groups = [group for group in self._groups if group]
         return self._end_trial(key)
 
-    def died(self, ran: Mapping[K, bool]) -> K | None:
+    def died(self, ran: Mapping[K, bool], others_ran: bool = False) -> K | None:
         """The shard died while these ran, oldest first; True: it had yielded a token. -> who is convicted, if anybody.
+        `others_ran`: so may have some that nobody asks about any more.
 
         The convicted one is a suspect no more; the caller ends it.
         """
         blamed = [key for key in ran if key in self._trial]
         untried = [key for key in self._trial if key not in ran]
         culprit: K | None = None
-        if len(blamed) == len(ran) == 1:
+        if len(blamed) == len(ran) == 1 and not others_ran:
             culprit, groups = blamed[0], [untried]
         elif blamed:
             # Newcomers may have done it as well: they are looked into when the blamed are not it.

@@ -571,6 +571,7 @@ FAMILIES: tuple[Family, ...] = (
                 "original_max_position_embeddings": 128,
             },
         },
+        quick=True,
     ),
     Family(
         "deepseek_v2-lite",

@@ -156,6 +156,7 @@ def test_every_model_type_has_a_row_and_every_row_a_file() -> None:
     rows = (*FAMILIES, *RECURRENT)
     assert {model_type for row in rows for model_type in row.model_types} == set(MODULES)
     assert len({row.name for row in FAMILIES}) == len(FAMILIES)
+    assert len(QUICK) >= 6
 
 
 @pytest.mark.row("E: Tensor parallel")

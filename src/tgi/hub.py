@@ -13,7 +13,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
@@ -227,15 +228,6 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
     """The small files first: they say which large ones are needed."""
     # Imported here: a quarter of a second that only a download may cost.
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage] -- of the transport, whichever one the hub's client uses
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     name, quant = repository(model_id)
     endpoint = env.get("HF_ENDPOINT", source)
@@ -260,7 +252,7 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
             )
         )
 
-    try:
+    with _told(name, revision, source):
         listed = transfer.patiently(lambda: _listed(client, name, revision))
         snapshot = transfer.patiently(lambda: snapshot_of(revision, list(FILES), list(NOT_FILES), silent))
         wanted = _wanted(model_id, quant, listed, snapshot, pickles)
@@ -269,6 +261,24 @@ def _fetch(model_id: str, revision: str | None, source: Mapping[str, str] | None
         patterns = [_literal(file) for file in wanted]
         # What is left, and the links to all of it.
         transfer.patiently(lambda: snapshot_of(snapshot.name, patterns, None, shown if left else silent))
+
+
+@contextmanager
+def _told(name: str, revision: str | None, source: Mapping[str, str] | None) -> Iterator[None]:
+    """What the hub's client and the disk raise, as a StartupError that says what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] -- of the transport, whichever one the hub's client uses
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint, cache = env.get("HF_ENDPOINT", source), cache_directory(source)
+    try:
+        yield
     except GatedRepoError:
         raise StartupError(
             f"The model {name} is gated: accept its terms at {endpoint or 'https://huggingface.co'}/{name} and set "

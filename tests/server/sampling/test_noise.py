@@ -9,21 +9,13 @@ import pytest
 import torch
 from numba import njit
 
+from tests.server.sampling import plain
 from tgi.server.kernels.cpu import exact_math as compiled
 from tgi.server.kernels.cpu import sampling as kernel
 from tgi.server.ops.exact_math import exact_exp, exact_gumbel, exact_log
 from tgi.server.sampling.noise import gumbel_noise, philox, token_words
 
 LOW = 0xFFFFFFFF
-
-
-def plain_philox(counter: list[int], key: list[int]) -> list[int]:
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & LOW, (p0 >> 32) ^ c[3] ^ k[1], p0 & LOW]
-        k = [(k[0] + 0x9E3779B9) & LOW, (k[1] + 0xBB67AE85) & LOW]
-    return c
 
 
 def by_torch(counter: list[int], key: list[int]) -> list[int]:
@@ -46,7 +38,7 @@ def by_torch(counter: list[int], key: list[int]) -> list[int]:
 )
 def test_known_answers(counter, key, words):
     assert by_torch(counter, key) == words
-    assert plain_philox(counter, key) == words
+    assert plain.philox(counter, key) == words
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**63 - 1, -1, -(2**63), 0x1234_5678_9ABC_DEF0])
@@ -56,7 +48,7 @@ def test_words_of_tokens_on_both_paths(seed, position):
     expected = []
     for token in range(vocab_size):
         counter = [position & LOW, position >> 32, token // 4, 0]
-        expected.append(plain_philox(counter, [seed & LOW, (seed >> 32) & LOW])[token % 4])
+        expected.append(plain.philox(counter, [seed & LOW, (seed >> 32) & LOW])[token % 4])
     assert token_words(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0].tolist() == expected
     words = np.zeros(28, np.int64)
     kernel._philox(np.uint64(position), np.uint64(seed & (2**64 - 1)), np.uint64(0), 0, 7, words)
